@@ -1,0 +1,1 @@
+"""HTTP shell: the only package that knows Starlette."""

@@ -1,0 +1,1 @@
+"""The model: configuration, checkpoint, layers in numpy over the native kernels."""
