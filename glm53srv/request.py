@@ -12,7 +12,10 @@ MAX_LOGPROBS = 20
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended, as the scheduler sees it. `tool_calls` is a matter of the output parser, not of it."""
+    """Why a sequence ended, as the scheduler sees it.
+
+    `tool_calls` is a matter of the output parser, not of it.
+    """
 
     STOP = "stop"  # a stop id was sampled, or the service closed the stream at a stop string
     LENGTH = "length"  # max_tokens or the context length was reached
@@ -22,13 +25,14 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. The defaults are neutral; the checkpoint's own defaults are applied by the API.
+    """How the next token is drawn. The defaults are neutral; the checkpoint's own defaults are applied by
+    the API.
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and penalties 0 / 1 switch the filter off.
-    presence_penalty and frequency_penalty count output tokens; repetition_penalty counts prompt and output tokens.
-    seed None draws a fresh one. logit_bias: pairs (token id, bias added to the logit).
-    num_logprobs: None gives no log probabilities, n >= 0 the sampled token's and the n largest.
-    stop_token_ids are added to the checkpoint's own end ids; ignore_eos drops the checkpoint's, never the request's.
+    presence_penalty and frequency_penalty count output tokens; repetition_penalty counts prompt and output
+    tokens. seed None draws a fresh one. logit_bias: pairs (token id, bias added to the logit). num_logprobs:
+    None gives no log probabilities, n >= 0 the sampled token's and the n largest. stop_token_ids are added
+    to the checkpoint's own end ids; ignore_eos drops the checkpoint's, never the request's.
     """
 
     temperature: float = 1.0
@@ -89,9 +93,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities of one sampled position, before temperature and filters, after bias and penalties.
+    """Natural log probabilities of one sampled position, before temperature and filters, after bias and
+    penalties.
 
-    top: the largest ones, best first, as (token id, log probability); at most SamplingParams.num_logprobs of them.
+    top: the largest ones, best first, as (token id, log probability); at most SamplingParams.num_logprobs of
+    them.
     """
 
     logprob: float
@@ -102,9 +108,9 @@ class TokenLogprobs:
 class TokenEvent:
     """One step's news of one sequence.
 
-    token_id: the sampled token, or None in an event that only ends the sequence. is_stop_token: the token is a stop
-    id and belongs to no text. finish: set in the last event of a sequence, and only there. error: with
-    FinishReason.ERROR, one line.
+    token_id: the sampled token, or None in an event that only ends the sequence. is_stop_token: the token is
+    a stop id and belongs to no text. finish: set in the last event of a sequence, and only there. error:
+    with FinishReason.ERROR, one line.
     """
 
     token_id: int | None

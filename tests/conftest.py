@@ -11,7 +11,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder of facts, oracles and fixtures beside the checkout; tests that need it are skipped without it."""
+    """Give the folder of facts, oracles and fixtures beside the checkout; a test is skipped without it."""
     if not (SHARED / "README.md").is_file():
         pytest.skip(f"needs the shared fixtures at {SHARED}, which a user's checkout does not have")
     return SHARED

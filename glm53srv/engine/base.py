@@ -1,9 +1,9 @@
 """The contract between the step loop and an engine: one call executes one step.
 
-A step is at most one slice of one sequence's prefill, then one decode step of the running sequences, in that order.
-Prefill is resumable between layers: a chunk of prompt tokens may span several steps, each running the half-open range
-[layer_begin, layer_end) of its layers. The pieces of a chunk follow each other without a gap, and no other sequence's
-prefill comes between them; decode rows of other sequences may.
+A step is at most one slice of one sequence's prefill, then one decode step of the running sequences, in that
+order. Prefill is resumable between layers: a chunk of prompt tokens may span several steps, each running the
+half-open range [layer_begin, layer_end) of its layers. The pieces of a chunk follow each other without a
+gap, and no other sequence's prefill comes between them; decode rows of other sequences may.
 
     chunk of 512 tokens, 8 layers     step 7: layers [0, 3)  + decode
                                       step 8: layers [3, 6)  + decode
@@ -22,9 +22,9 @@ from glm53srv.request import SamplingParams, TokenLogprobs
 class EngineLimits:
     """What an engine can hold. All sizes in tokens, pages or layers; fixed for the engine's life.
 
-    max_streams: slots, each with its recurrent state. max_context_tokens: longest sequence, prompt and output.
-    page_tokens * num_pages is the room of the paged cache, shared by all slots. num_layers: the places between which a
-    prefill may pause.
+    max_streams: slots, each with its recurrent state. max_context_tokens: longest sequence, prompt and
+    output. page_tokens * num_pages is the room of the paged cache, shared by all slots. num_layers: the
+    places between which a prefill may pause.
     """
 
     max_streams: int
@@ -41,9 +41,9 @@ class EngineLimits:
 class SequenceStart:
     """What an engine needs to know once about a sequence: it comes with the first slice in a slot.
 
-    prompt_ids: the whole prompt. output_ids: tokens already sampled, not empty when a preempted sequence is computed
-    again (its prefill then covers prompt and output). seed: 64-bit, resolved; token i of the output is drawn from
-    (seed, i) alone, so that it depends neither on batching nor on preemption.
+    prompt_ids: the whole prompt. output_ids: tokens already sampled, not empty when a preempted sequence is
+    computed again (its prefill then covers prompt and output). seed: 64-bit, resolved; token i of the output
+    is drawn from (seed, i) alone, so that it depends neither on batching nor on preemption.
     """
 
     request_id: str
@@ -57,9 +57,10 @@ class SequenceStart:
 class PrefillSlice:
     """Layers [layer_begin, layer_end) of one chunk of one sequence.
 
-    token_ids: the chunk. start_position: position of its first token. page_ids: the sequence's pages in order, enough
-    for start_position + len(token_ids) tokens. start: set in the first slice of a sequence (position 0, layer 0).
-    is_last_chunk: after the last layer the next token is sampled and returned for this slot.
+    token_ids: the chunk. start_position: position of its first token. page_ids: the sequence's pages in
+    order, enough for start_position + len(token_ids) tokens. start: set in the first slice of a sequence
+    (position 0, layer 0). is_last_chunk: after the last layer the next token is sampled and returned for
+    this slot.
     """
 
     slot: int
@@ -106,7 +107,10 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Wall seconds of the two parts of a step, 0 for a part that was absent. Source of the scheduler's cost model."""
+    """Wall seconds of the two parts of a step, 0 for a part that was absent.
+
+    Source of the scheduler's cost model.
+    """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0

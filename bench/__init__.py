@@ -1,0 +1,1 @@
+"""Benchmarks: each file is a command."""
