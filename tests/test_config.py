@@ -100,7 +100,7 @@ def test_names_flags_and_variables_are_unique() -> None:
 
 def test_every_option_reaches_the_config() -> None:
     """An option that resolve() forgets would be silently ignored."""
-    samples = {"int": "7", "float": "7", "str": "t", "path": "d"}
+    samples = {"int": "300", "float": "7", "str": "t", "path": "d"}
     plain = load_config(MODEL, {})
     for option in OPTIONS:
         text = option.choices[-1] if option.choices else samples[option.kind]
