@@ -127,7 +127,7 @@ int32_t glm53_mhc_site(glm53_pool *pool, const glm53_mhc_job *spec) {
     job.sums = glm53_pool_scratch(pool, bytes);
     if (job.sums) {
         job.pre = job.sums + sum_floats;
-        glm53_pool_run(pool, site_main, &job);
+        glm53_pool_run(pool, site_main, &job, (int64_t)spec->rows * job.width * NUM_SUMS);
     }
     glm53_pool_release(pool);
     return job.sums ? GLM53_OK : GLM53_NO_MEMORY;
@@ -160,7 +160,7 @@ int32_t glm53_mhc_apply(glm53_pool *pool, const float *x, const float *y, const 
     if (hidden < 8 || hidden % 8) return GLM53_BAD_SHAPE;
     apply_job job = {.x = x, .y = y, .post = post, .comb = comb, .out = out, .rows = rows, .hidden = hidden};
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
-    glm53_pool_run(pool, apply_main, &job);
+    glm53_pool_run(pool, apply_main, &job, (int64_t)rows * hidden * S * (S + 1));
     glm53_pool_release(pool);
     return GLM53_OK;
 }

@@ -162,7 +162,7 @@ int32_t glm53_linear(glm53_pool *pool, const glm53_matrix *matrix, const float *
         job.product.x = scratch;
         job.product.parts = is_wide ? y : scratch + x_floats;
         job.temps = scratch + x_floats + part_floats;
-        glm53_pool_run(pool, linear_main, &job);
+        glm53_pool_run(pool, linear_main, &job, (int64_t)rows * matrix->in_features * matrix->out_features);
     }
     glm53_pool_release(pool);
     return scratch ? GLM53_OK : GLM53_NO_MEMORY;
@@ -191,7 +191,7 @@ int32_t glm53_decode(glm53_pool *pool, const glm53_matrix *matrix, float *w) {
     if (status != GLM53_OK) return status;
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
     decode_job job = {.matrix = matrix, .w = w};
-    glm53_pool_run(pool, decode_main, &job);
+    glm53_pool_run(pool, decode_main, &job, (int64_t)matrix->in_features * matrix->out_features);
     glm53_pool_release(pool);
     return GLM53_OK;
 }
@@ -219,7 +219,7 @@ int32_t glm53_hadamard(glm53_pool *pool, const float *x, int32_t rows, int32_t w
     if (width < GLM53_BLOCK || width % GLM53_BLOCK) return GLM53_BAD_SHAPE;
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
     hadamard_job job = {.x = x, .y = y, .rows = rows, .width = (size_t)width};
-    glm53_pool_run(pool, hadamard_main, &job);
+    glm53_pool_run(pool, hadamard_main, &job, (int64_t)rows * width * 7);
     glm53_pool_release(pool);
     return GLM53_OK;
 }
