@@ -30,18 +30,18 @@ typedef struct {
     int32_t rows, in, out;
 } plain_job;
 
-/* Rows [r, r + rows) times outputs [o, o + outs), chunk after chunk of the inputs. */
+/* Rows [r, r + rows) times outputs [o, o + outs), span after span of the inputs. */
 static void plain_tile(const glm53_dense_kernels *kernels, const plain_job *job, int32_t r, int32_t rows,
                        int32_t o, int32_t outs, float *temp) {
     size_t in = (size_t)job->in, out = (size_t)job->out;
     float *y = job->y + (size_t)r * out + (size_t)o;
-    for (int32_t i = 0; i < job->in; i += GLM53_DOT_CHUNK) {
+    for (int32_t i = 0; i < job->in; i += GLM53_DOT_SPAN) {
         size_t element = (size_t)o * in + (size_t)i;
         glm53_dense w = job->w;
         w.data = w.is_f16 ? (const void *)((const uint16_t *)w.data + element)
                           : (const void *)((const float *)w.data + element);
         const float *x = job->x + (size_t)r * in + (size_t)i;
-        int32_t n = min_i32(GLM53_DOT_CHUNK, job->in - i);
+        int32_t n = min_i32(GLM53_DOT_SPAN, job->in - i);
         if (i == 0) {
             kernels->dot(x, in, rows, &w, outs, n, y, out);
             continue;
