@@ -54,17 +54,16 @@ class Rig:
         self.gate = StepGate()
         self.plans: list[StepPlan] = []
         self.step_threads: set[int] = set()
-        self._fail_at_step = fail_at_step
         self.limits = limits
-        self.engine = FakeEngine(limits, scripts=scripts, before_step=self._before_step)
+        self.engine = FakeEngine(
+            limits, scripts=scripts, before_step=self._before_step, fail_at_step=fail_at_step
+        )
         self.loop = StepLoop(self.engine, settings)
 
     def _before_step(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self.step_threads.add(threading.get_ident())
         self.gate.pass_through(plan)
-        if plan.step_id == self._fail_at_step:
-            raise EngineError(f"step {plan.step_id} was told to fail")
 
     async def until_held(self) -> int:
         return await asyncio.to_thread(self.gate.wait_until_held)

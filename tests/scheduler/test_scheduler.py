@@ -136,6 +136,21 @@ def test_streams_are_admitted_in_order_and_the_rest_waits() -> None:
     assert [record.sequence.slot for record in records] == [None, 1, 0, None]
 
 
+def test_pages_are_not_promised_to_two_sequences() -> None:
+    # Six pages. The first prompt takes two a chunk and needs five in all; the second would fit meanwhile.
+    limits = make_limits(max_streams=2, num_pages=6, page_tokens=4, max_context_tokens=24, max_chunk_tokens=8)
+    bench = Bench(limits, costs=FakeCosts(layer_token_s=10.0))
+    first = bench.submit(make_request("first", num_prompt=18, max_tokens=1))
+    bench.step()
+    second = bench.submit(make_request("second", num_prompt=7, max_tokens=1))
+    while not first.events:
+        bench.step()
+        assert second.sequence.slot is None
+    bench.run_to_end()
+    assert bench.stats.total_preemptions == 0
+    assert len(second.events) == 1
+
+
 def test_queue_takes_max_queue_beyond_the_streams() -> None:
     bench = Bench(make_limits(max_streams=2), settings=SchedulerSettings(max_queue=3))
     for index in range(5):
