@@ -196,7 +196,7 @@ class Checkpoint:
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
-                f"{self.model_dir}: tensors are missing: {', '.join(missing[:3])}{more}; fetch the missing files"
+                f"{self.model_dir}: tensors are missing: {', '.join(missing[:3])}{more}; fetch them"
             )
 
     def _file(self, name: str) -> SafetensorsFile:
