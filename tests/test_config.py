@@ -1,0 +1,129 @@
+"""Four sources, one winner, and every wrong name or value is one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from glm53srv.config import Config, default_threads, describe, load_config
+from glm53srv.errors import ConfigError
+from glm53srv.options import OPTIONS, usage
+
+MODEL = ["--model", "some/dir"]
+
+
+def test_defaults_are_resolved() -> None:
+    config = load_config(MODEL, {})
+    assert config.engine.model_dir == Path("some/dir")
+    assert config.server.port == 30000
+    assert config.engine.threads >= 1
+    assert config.sources == {"model": "command line"}
+
+
+def test_command_line_beats_environment_beats_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("port = 1\nmax_queue = 2\nmax_streams = 3\n")
+    environ = {"GLM53_CONFIG": str(file), "GLM53_MAX_QUEUE": "20", "PORT": "10"}
+    config = load_config([*MODEL, "--port", "100"], environ)
+    assert (config.server.port, config.scheduler.max_queue, config.engine.max_streams) == (100, 20, 3)
+    assert config.sources["port"] == "command line"
+    assert config.sources["max_queue"] == "environment"
+    assert config.sources["max_streams"] == "file"
+
+
+def test_last_flag_wins_also_under_its_other_name() -> None:
+    config = load_config([*MODEL, "--max-batch-size", "2", "-ambs", "3", "--port=1", "--port=2"], {})
+    assert (config.engine.max_streams, config.server.port) == (3, 2)
+
+
+def test_an_empty_variable_is_an_unset_one() -> None:
+    assert load_config(MODEL, {"PORT": ""}).server.port == 30000
+
+
+def test_foreign_variables_are_left_alone() -> None:
+    load_config(MODEL, {"HOME": "/root", "GLM_OTHER": "x"})
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "needle"),
+    [
+        ([*MODEL, "--prot", "1"], {}, "unknown option '--prot', did you mean --port?"),
+        ([*MODEL, "stray"], {}, "unknown argument 'stray'"),
+        ([*MODEL, "--port"], {}, "--port needs a value"),
+        ([*MODEL, "--port", "eighty"], {}, "--port is 'eighty', must be a whole number"),
+        ([*MODEL, "--port", "65536"], {}, "must be at most 65535"),
+        ([*MODEL, "--target-gap-ms", "nan"], {}, "must be a finite number"),
+        ([*MODEL, "--max-streams", "0"], {}, "must be at least 1"),
+        ([*MODEL, "--mode", "quick"], {}, "must be one of fast, exact"),
+        (
+            MODEL,
+            {"GLM53_MODUS": "fast"},
+            "unknown environment variable GLM53_MODUS, did you mean GLM53_MODE?",
+        ),
+        (MODEL, {"PORT": "x"}, "PORT is 'x', must be a whole number"),
+        (MODEL, {"GLM53_CONFIG": "/nonexistent.toml"}, "/nonexistent.toml: cannot be read"),
+        ([], {}, "no model: give --model DIR or set GLM53_MODEL_DIR"),
+    ],
+)
+def test_wrong_input_is_one_line_that_names_it(argv: list[str], environ: dict[str, str], needle: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv, environ)
+    assert needle in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("prot = 1", "unknown key 'prot', did you mean port?"),
+        ("port = [1]", "port must be a single value"),
+        ("port = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, needle: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(MODEL, {"GLM53_CONFIG": str(file)})
+    assert needle in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_names_flags_and_variables_are_unique() -> None:
+    names = [option.name for option in OPTIONS]
+    flags = [flag for option in OPTIONS for flag in option.flags]
+    variables = [option.env for option in OPTIONS]
+    for group in (names, flags, variables):
+        assert len(group) == len(set(group))
+
+
+def test_every_option_reaches_the_config() -> None:
+    """An option that resolve() forgets would be silently ignored."""
+    samples = {"int": "300", "float": "7", "str": "t", "path": "d"}
+    plain = load_config(MODEL, {})
+    for option in OPTIONS:
+        text = option.choices[-1] if option.choices else samples[option.kind]
+        changed = load_config([*MODEL, option.flags[0], text], {})
+        assert _values(changed) != _values(plain), option.name
+
+
+def test_usage_names_every_flag_and_variable() -> None:
+    text = usage()
+    for option in OPTIONS:
+        assert option.env in text
+        assert all(flag in text for flag in option.flags)
+
+
+def test_describe_names_value_and_source() -> None:
+    lines = describe(load_config(MODEL, {"PORT": "8080", "GLM53_TARGET_GAP_MS": "50"}))
+    assert "port = 8080 (environment)" in lines
+    assert "target_gap_ms = 50.0 (environment)" in lines
+
+
+def test_two_cores_stay_free_on_larger_machines() -> None:
+    assert [default_threads(n) for n in (1, 2, 4, 8, 16)] == [1, 2, 4, 6, 14]
+
+
+def _values(config: Config) -> tuple[object, object, object]:
+    return config.engine, config.scheduler, config.server
