@@ -199,6 +199,18 @@ class Checkpoint:
                 f"{self.model_dir}: tensors are missing: {', '.join(missing[:3])}{more}; fetch them"
             )
 
+    def needed_bytes(self, needs: Iterable[TensorNeed | LinearNeed]) -> int:
+        """Give the size of the tensors behind `needs`, which must have passed check()."""
+        total = 0
+        for need in needs:
+            if isinstance(need, TensorNeed):
+                total += self.info(need.name).num_bytes
+            else:
+                parts = ("trellis", "suh", "svh", "su", "sv", "bias", "weight")
+                names = (f"{need.key}.{part}" for part in parts)
+                total += sum(self.info(name).num_bytes for name in names if name in self)
+        return total
+
     def _file(self, name: str) -> SafetensorsFile:
         file = self._files.get(name)
         if file is None:

@@ -173,7 +173,7 @@ def kda_blocks(q: F32, k: F32, v: F32, log_decay: F32, beta: F32, matrix: F32, b
 
 
 def _to_blocks(values: F32, block: int) -> F32:
-    """Give (rows, heads, d) as (blocks, heads, block, d); zeros, which change nothing, fill the last block."""
+    """Give (rows, heads, d) as (blocks, heads, block, d), the last one filled up with neutral zeros."""
     rows, heads, d = values.shape
     num_blocks = -(-rows // block)
     if num_blocks * block != rows:

@@ -118,11 +118,11 @@ class MlaAttention:
         self._indexer.store(inputs.keys[rows], inputs.gates[rows], cache.tail, cache.pages.pooled, sequence)
 
     def _attend_dense(self, queries: F32, latents: F32, begin: int) -> F32:
-        """Causal attention of queries (rows, heads, nope) at begin, begin + 1, ...; gives (rows, heads, v)."""
+        """Attend causally from queries (rows, heads, nope) at `begin` and on; gives (rows, heads, v)."""
         rows, num_heads, _ = queries.shape
         visible = latents[: begin + rows]
         absorbed = queries.swapaxes(0, 1) @ self._weights.key_up
-        scores = (absorbed.reshape(num_heads * rows, -1) @ visible.T).reshape(num_heads, rows, -1)
+        scores: F32 = (absorbed.reshape(num_heads * rows, -1) @ visible.T).reshape(num_heads, rows, -1)
         scores *= self._scale
         scores[:, np.arange(begin + rows) > begin + np.arange(rows)[:, None]] = -np.inf
         mixed = softmax(scores).reshape(num_heads * rows, -1) @ visible

@@ -31,21 +31,24 @@ def silu(x: F32) -> F32:
 
 def rms_norm(x: F32, weight: F32 | None, eps: float) -> F32:
     """Scale rows (..., n) to root mean square 1, then by weight (n,) if there is one."""
-    mean = np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32)
-    scaled = x / np.sqrt(mean + np.float32(eps))
+    mean: F32 = np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32)
+    scaled: F32 = x / np.sqrt(mean + np.float32(eps))
     return scaled if weight is None else scaled * weight
 
 
 def layer_norm(x: F32, weight: F32, bias: F32, eps: float) -> F32:
     """Shift and scale rows (..., n) to mean 0 and variance 1, then by weight and bias (n,)."""
-    centred = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
-    variance = np.mean(centred * centred, axis=-1, keepdims=True, dtype=np.float32)
-    return centred / np.sqrt(variance + np.float32(eps)) * weight + bias
+    centred: F32 = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
+    variance: F32 = np.mean(centred * centred, axis=-1, keepdims=True, dtype=np.float32)
+    normed: F32 = centred / np.sqrt(variance + np.float32(eps))
+    return normed * weight + bias
 
 
 def unit_length(x: F32, eps: float = 1e-6) -> F32:
     """Divide rows (..., n) by sqrt(sum of squares + eps)."""
-    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
+    total: F32 = np.sum(x * x, axis=-1, keepdims=True, dtype=np.float32)
+    scaled: F32 = x / np.sqrt(total + np.float32(eps))
+    return scaled
 
 
 def matmul_rows(x: F32, weight_t: NDArray[Any]) -> F32:
@@ -60,6 +63,6 @@ def matmul_rows(x: F32, weight_t: NDArray[Any]) -> F32:
 
 def softmax(x: F32) -> F32:
     """e^x over the last axis, summing to 1; entries of -inf get 0. One finite entry per row is needed."""
-    weights = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    weights: F32 = np.exp(x - np.max(x, axis=-1, keepdims=True))
     weights /= np.sum(weights, axis=-1, keepdims=True, dtype=np.float32)
     return weights
