@@ -190,7 +190,7 @@ class CpuEngine:
             self._free_states.append(slot.state)
 
     def _prefill(self, piece: PrefillSlice) -> tuple[bool, F32 | None]:
-        """Run the slice. Gives whether the chunk is done, and streams (1, 4, hidden) if it is to be sampled."""
+        """Run the slice. Gives whether the chunk is done, and streams (1, 4, hidden) to sample from."""
         slot = self._slot_for(piece)
         end = piece.start_position + len(piece.token_ids)
         self._check_slice(piece, slot, end)

@@ -122,7 +122,8 @@ class MlaAttention:
         rows, num_heads, _ = queries.shape
         visible = latents[: begin + rows]
         absorbed = queries.swapaxes(0, 1) @ self._weights.key_up
-        scores: F32 = (absorbed.reshape(num_heads * rows, -1) @ visible.T).reshape(num_heads, rows, -1)
+        scores: F32 = np.matmul(absorbed.reshape(num_heads * rows, -1), visible.T, dtype=np.float32)
+        scores = scores.reshape(num_heads, rows, -1)
         scores *= self._scale
         scores[:, np.arange(begin + rows) > begin + np.arange(rows)[:, None]] = -np.inf
         mixed = softmax(scores).reshape(num_heads * rows, -1) @ visible
