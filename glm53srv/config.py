@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from glm53srv.errors import ConfigError
+from glm53srv.machine import read_machine
 from glm53srv.options import OPTIONS, closest_hint, parse_value
 
 ENV_PREFIX = "GLM53_"
@@ -93,7 +94,7 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
     Raises ConfigError, one line.
     """
     settings = read_settings(argv, os.environ if environ is None else environ)
-    return resolve(settings, num_usable_cores())
+    return resolve(settings, read_machine().num_physical_cores)
 
 
 def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
@@ -150,15 +151,8 @@ def resolve(settings: Settings, num_cores: int) -> Config:
 
 
 def default_threads(num_cores: int) -> int:
-    """Threads of the native pool: the usable cores; from eight on two stay free for event loop and system."""
+    """Threads of the native pool: the physical cores; from eight on, two stay free for the rest."""
     return num_cores if num_cores < 8 else num_cores - 2
-
-
-def num_usable_cores() -> int:
-    """Cores this process may run on (scheduling affinity where the system has it)."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
 
 
 def describe(config: Config) -> list[str]:

@@ -107,7 +107,7 @@ OPTIONS: tuple[Option, ...] = (
         "GLM53_THREADS",
         "int",
         None,
-        "threads of the native pool (default: the usable cores, less two from eight on)",
+        "threads of the native pool (default: physical cores, less two from eight on)",
         "CPU kernels",
         minimum=1,
     ),

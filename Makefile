@@ -1,0 +1,49 @@
+# Thin: every line is a command a person could type. Serving and testing share .venv.
+PYTHON ?= python3
+MODEL ?= .models/random
+BIN := .venv/bin
+
+.PHONY: serve test lint types native-test pytest bench format clean
+
+serve: .venv/.serve $(MODEL)/config.json
+	$(BIN)/python -m cffi_build
+	$(BIN)/glm53srv serve --model $(MODEL) $(ARGS)
+
+test: lint types native-test pytest
+
+lint: .venv/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'native/*.c' 'native/*.h')
+
+types: .venv/.test
+	$(BIN)/mypy
+
+native-test: .venv/.test
+	$(MAKE) -C native test
+
+pytest: .venv/.test
+	$(BIN)/python -m cffi_build
+	$(BIN)/python -m pytest -m "not cuda" $(ARGS)
+
+format: .venv/.test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $$(git ls-files 'native/*.c' 'native/*.h')
+
+bench: .venv/.serve
+	$(BIN)/python -m bench.kernels
+
+.models/random/config.json: .venv/.serve
+	$(BIN)/glm53srv pack random --out .models/random
+
+.venv/.serve: requirements/base.txt scripts/bootstrap.py
+	$(PYTHON) scripts/bootstrap.py
+	touch $@
+
+.venv/.test: requirements/dev.txt requirements/base.txt scripts/bootstrap.py
+	$(PYTHON) scripts/bootstrap.py --dev
+	touch $@ .venv/.serve
+
+clean:
+	rm -rf .venv .models build .mypy_cache .ruff_cache .pytest_cache glm53srv/_kernels*

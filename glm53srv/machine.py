@@ -1,0 +1,130 @@
+"""What this machine has, read from files under a given root, so that tests can lay out another machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+UNLIMITED = 2**62
+"""Sizes at or above this stand for "no limit" (cgroup v1 writes a number near 2**63)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """One machine. Sizes in bytes.
+
+    available_bytes: what the kernel thinks can be used without swapping (MemAvailable). limit_bytes: the
+    control group's memory limit, None without one. num_cores: cores this process may run on.
+    num_physical_cores: distinct (package, core) pairs among them. cpu_flags: the kernel's names, such as
+    avx2, fma, f16c.
+    """
+
+    architecture: str
+    cpu_model: str
+    cpu_flags: frozenset[str]
+    num_cores: int
+    num_physical_cores: int
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None
+    nvidia_devices: tuple[str, ...]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory this process can count on: what is available, capped by the control group."""
+        return (
+            self.available_bytes if self.limit_bytes is None else min(self.available_bytes, self.limit_bytes)
+        )
+
+
+def read_machine(root: Path = Path("/"), cores: frozenset[int] | None = None) -> MachineFacts:
+    """Read /proc and /sys under `root`. cores: the ids this process may run on, None asks the scheduler.
+
+    A file that is missing leaves its fact empty or zero; nothing is raised.
+    """
+    cpus = _parse_cpuinfo(_read(root / "proc/cpuinfo"))
+    allowed = cores if cores is not None else _allowed_cores()
+    mine = [cpu for cpu in cpus if int(cpu.get("processor", "-1")) in allowed] or cpus
+    first = mine[0] if mine else {}
+    pairs = {(cpu.get("physical id", "0"), cpu.get("core id", cpu.get("processor", "0"))) for cpu in mine}
+    memory = _parse_meminfo(_read(root / "proc/meminfo"))
+    return MachineFacts(
+        architecture=platform.machine(),
+        cpu_model=first.get("model name", platform.machine()),
+        cpu_flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
+        num_cores=len(mine) or len(allowed),
+        num_physical_cores=len(pairs) or len(allowed),
+        total_bytes=memory.get("MemTotal", 0),
+        available_bytes=memory.get("MemAvailable", memory.get("MemFree", 0)),
+        limit_bytes=_cgroup_limit(root),
+        nvidia_devices=_nvidia_devices(root),
+    )
+
+
+def _allowed_cores() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _parse_cpuinfo(text: str) -> list[dict[str, str]]:
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        pairs = (line.partition(":") for line in block.splitlines())
+        entry = {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
+        if "processor" in entry:
+            blocks.append(entry)
+    return blocks
+
+
+def _parse_meminfo(text: str) -> dict[str, int]:
+    sizes = {}
+    for line in text.splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[1] == "kB":
+            sizes[key] = int(words[0]) * 1024
+    return sizes
+
+
+def _cgroup_limit(root: Path) -> int | None:
+    """Memory limit of this process's own control group and its parents (v2), or of the v1 mount; the least
+    counts.
+
+    Inside a container the group's own files stand at the mount's top.
+    """
+    mount = root / "sys/fs/cgroup"
+    limits = [_limit(mount / "memory/memory.limit_in_bytes"), _limit(mount / "memory.max")]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            group = mount / line[3:].strip().lstrip("/")
+            limits += [
+                _limit(folder / "memory.max") for folder in (group, *group.parents) if mount in folder.parents
+            ]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def _limit(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() and int(text) < UNLIMITED else None
+
+
+def _nvidia_devices(root: Path) -> tuple[str, ...]:
+    """Model names that the NVIDIA kernel driver reports, one per GPU; empty without the driver."""
+    names = []
+    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        for line in _read(file).splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                names.append(value.strip())
+    return tuple(names)
