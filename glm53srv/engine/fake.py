@@ -50,35 +50,49 @@ class StepGate:
     """Holds steps in flight, so that a test can act while one runs.
 
     Give `gate.pass_through` to FakeEngine as before_step. hold() and open() are called by the test;
-    wait_until_held() blocks until a step stands at the gate (call it off the event loop).
+    wait_until_held() blocks until a step stands at the gate (where the event loop must go on, call it in
+    another thread).
     """
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
-        self._is_open = threading.Event()
-        self._is_open.set()
-        self._has_arrived = threading.Event()
+        self._from_step: int | None = None  # None: open
+        self._held_step: int | None = None
+        self._changed = threading.Condition()
 
-    def hold(self) -> None:
-        """Stop the next step that comes."""
-        self._has_arrived.clear()
-        self._is_open.clear()
+    def hold(self, from_step: int = 0) -> None:
+        """Stop steps from this id on, beginning with the next that comes."""
+        with self._changed:
+            self._from_step = from_step
 
     def open(self) -> None:
         """Let the held step go, and all others."""
-        self._is_open.set()
+        with self._changed:
+            self._from_step = None
+            self._changed.notify_all()
 
-    def wait_until_held(self) -> None:
-        """Block until a step stands at the gate. Raises TimeoutError."""
-        if not self._has_arrived.wait(self._timeout_s):
-            raise TimeoutError("no step came to the gate")
+    def wait_until_held(self) -> int:
+        """Block until a step stands at the gate; returns its id. Raises TimeoutError."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held_step is not None, self._timeout_s)
+            if self._held_step is None:
+                raise TimeoutError("no step came to the gate")
+            return self._held_step
 
     def pass_through(self, plan: StepPlan) -> None:
         """Stand at the gate while it is held. Called on the engine thread, before each step."""
-        if not self._is_open.is_set():
-            self._has_arrived.set()
-        if not self._is_open.wait(self._timeout_s):
-            raise TimeoutError(f"step {plan.step_id} was never let through")
+        with self._changed:
+            if self._may_pass(plan):
+                return
+            self._held_step = plan.step_id
+            self._changed.notify_all()
+            was_opened = self._changed.wait_for(lambda: self._may_pass(plan), self._timeout_s)
+            self._held_step = None
+            if not was_opened:
+                raise TimeoutError(f"step {plan.step_id} was never let through")
+
+    def _may_pass(self, plan: StepPlan) -> bool:
+        return self._from_step is None or plan.step_id < self._from_step
 
 
 class FakeEngine:
