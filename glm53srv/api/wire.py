@@ -114,6 +114,10 @@ class Fields:
         value = self.raw(name)
         return None if value is None else Fields(value, self.path_of(name))
 
+    def names(self) -> Iterator[str]:
+        """Give the names of all members, also those that are null."""
+        return iter(self._members)
+
     def items(self) -> Iterator[tuple[str, Any]]:
         """Give all members that are not null."""
         return ((name, value) for name, value in self._members.items() if value is not None)
