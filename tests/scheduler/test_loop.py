@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import uvloop
 
 from glm53srv.engine.base import Engine, EngineLimits, StepPlan, StepResult
 from glm53srv.engine.fake import FakeEngine, StepGate
@@ -29,7 +30,10 @@ ONE_LAYER = make_limits(num_layers=1)  # step 0 prefills, step 1 decodes
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run an async test; a hang fails after 30 s, and a task left behind fails at once."""
+    """Run an async test on uvloop, which serves, and on asyncio's loop, which hypercorn may choose.
+
+    A hang fails after 30 s, and a task left behind fails at once.
+    """
 
     async def bounded() -> None:
         async with asyncio.timeout(30):
@@ -37,7 +41,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks left: {left}"
 
-    asyncio.run(bounded())
+    for new_event_loop in (uvloop.new_event_loop, asyncio.new_event_loop):
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(bounded())
 
 
 class Rig:
