@@ -240,14 +240,22 @@ def test_chunks_do_not_depend_on_load() -> None:
 # -- order of prefills
 
 
-def test_short_prompt_waits_for_one_chunk_of_a_long_one() -> None:
-    bench = Bench(make_limits(num_layers=1))
+@pytest.mark.parametrize("num_slices_before", [1, 2, 3])
+def test_short_prompt_goes_between_two_chunks_of_a_long_one(num_slices_before: int) -> None:
+    bench = Bench(make_limits(num_layers=3), costs=FakeCosts(layer_token_s=1.0))  # a layer a step
     long = bench.submit(make_request("long", num_prompt=60))
-    bench.step()
+    bench.steps(num_slices_before)
     short = bench.submit(make_request("short", num_prompt=3))
-    bench.steps(2)
-    assert len(long.events) == 0
+    bench.steps(6 - num_slices_before)
     assert len(short.events) == 1
+    assert long.sequence.num_computed_tokens == 8
+
+
+def test_prompts_that_came_together_take_turns_in_order() -> None:
+    bench = Bench(make_limits(num_layers=1))
+    for index in range(3):
+        bench.submit(make_request(f"r{index}", num_prompt=24))
+    assert [prefill_of(plan).slot for plan in bench.steps(9)] == [0, 1, 2] * 3
 
 
 def test_long_prompt_is_not_starved_by_short_ones() -> None:
