@@ -130,14 +130,10 @@ INLINE void k3_states(const uint16_t *tile, int32_t g, __m256i states[PAIRS]) {
     const __m256i lower =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(5, 6, 7, 0, 10, 11, 4, 5, 15, 8, 9, 10, 12, 13, 14, 15));
     const uint8_t *bytes = (const uint8_t *)tile + 24 * g;
-    __m128i first;
-    if (g == 0) { /* the ring: word 23 comes before word 0 */
-        __m128i start = _mm_loadu_si128((const __m128i *)(const void *)bytes);
-        __m128i end = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 80));
-        first = _mm_alignr_epi8(start, end, 12);
-    } else {
-        first = _mm_loadu_si128((const __m128i *)(const void *)(bytes - 4));
-    }
+    /* The word before column 0 is the ring's last one, so it cannot be read in place. */
+    const uint8_t *before = g == 0 ? bytes + 80 : bytes - 16;
+    __m128i first = _mm_loadu_si128((const __m128i *)(const void *)bytes);
+    first = _mm_alignr_epi8(first, _mm_loadu_si128((const __m128i *)(const void *)before), 12);
     __m128i second = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 8));
     __m256i source = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
     __m256i a = _mm256_shuffle_epi8(source, upper), b = _mm256_shuffle_epi8(source, lower);
@@ -206,6 +202,41 @@ INLINE void pair_weights(__m256i states, int32_t codebook, __m256 *lo, __m256 *h
     }
 }
 
+/* The kernels below work on the four pairs of a group in step: a stage of all four, then the next. Pair by
+ * pair the chain of a weight (about 45 cycles) fills the scheduler with waiting operations. */
+
+INLINE void byte_sums_x4(__m256i s[PAIRS]) {
+    const __m256i ones = _mm256_set1_epi8(1);
+    const __m256i low_factor = _mm256_set1_epi16((short)0xd12d),
+                  high_factor = _mm256_set1_epi16((short)0x83dc);
+    __m256i hi[PAIRS], more[PAIRS];
+    for (int32_t q = 0; q < PAIRS; q++) hi[q] = _mm256_mulhi_epu16(s[q], low_factor);
+    for (int32_t q = 0; q < PAIRS; q++) more[q] = _mm256_mullo_epi16(s[q], high_factor);
+    for (int32_t q = 0; q < PAIRS; q++) s[q] = _mm256_mullo_epi16(s[q], low_factor);
+    for (int32_t q = 0; q < PAIRS; q++) hi[q] = _mm256_add_epi16(hi[q], more[q]);
+    for (int32_t q = 0; q < PAIRS; q++) s[q] = _mm256_maddubs_epi16(s[q], ones);
+    for (int32_t q = 0; q < PAIRS; q++) hi[q] = _mm256_maddubs_epi16(hi[q], ones);
+    for (int32_t q = 0; q < PAIRS; q++) s[q] = _mm256_add_epi16(s[q], hi[q]);
+}
+
+/* The weights of two pairs of byte sums: w[0], w[1] = even and odd j of the first, w[2], w[3] of the second.
+ */
+INLINE void mul1_weights_x4(const __m256i sums[2], __m256 w[4]) {
+    const __m256i zero = _mm256_setzero_si256();
+    const __m256 slope = _mm256_set1_ps(GLM53_MUL1_SLOPE), offset = _mm256_set1_ps(GLM53_MUL1_OFFSET);
+    const __m256 c_slope = _mm256_set1_ps(8193.0f * GLM53_MUL1_SLOPE);
+    const __m256 c_offset = _mm256_set1_ps(8193.0f * GLM53_MUL1_OFFSET);
+    __m256i wide[4];
+    __m256 cw[4];
+    for (int32_t i = 0; i < 2; i++) wide[2 * i] = _mm256_blend_epi16(sums[i], zero, 0xaa);
+    for (int32_t i = 0; i < 2; i++) wide[2 * i + 1] = _mm256_srli_epi32(sums[i], 16);
+    for (int32_t i = 0; i < 4; i++) w[i] = _mm256_cvtepi32_ps(wide[i]);
+    for (int32_t i = 0; i < 4; i++) cw[i] = _mm256_fmadd_ps(w[i], c_slope, c_offset);
+    for (int32_t i = 0; i < 4; i++) w[i] = _mm256_fmadd_ps(w[i], slope, offset);
+    for (int32_t i = 0; i < 4; i++) w[i] = _mm256_sub_ps(cw[i], w[i]);
+    for (int32_t i = 0; i < 4; i++) w[i] = _mm256_sub_ps(cw[i], w[i]);
+}
+
 /* ---- products: what is common ---- */
 
 /* The eight packed tiles of one 128-block of k in one column of tiles. */
@@ -245,6 +276,56 @@ INLINE void group_states(tile_column column, const tile_stream *streams, const t
     for (int32_t q = 0; q < PAIRS; q++) states[q] = stream_states(&streams[kt], plan, format, g, q);
 }
 
+/* The chain from packed bits to a weight is about 45 cycles long, more than the schedulers can look ahead. So
+ * the kernels run it as a pipeline: a step takes the states of the step before to byte sums while it extracts
+ * the next ones. Steps go through the k-tiles of a group, then to the next group; after the last one the
+ * pipeline runs idle on the first. */
+typedef struct {
+    __m256i states[PAIRS];
+} states_pipeline;
+
+typedef struct {
+    __m256i sums[PAIRS];
+    __m256i states[PAIRS];
+} sums_pipeline;
+
+/* The states of step `ahead` steps after (g, kt). */
+INLINE void states_ahead(tile_column column, const tile_stream *streams, const tile_plan *plan,
+                         tile_format format, int32_t g, int32_t kt, int32_t ahead, __m256i states[PAIRS]) {
+    int32_t step = (g * K_TILES + kt + ahead) % (GROUPS * K_TILES);
+    group_states(column, streams, plan, format, step / K_TILES, step % K_TILES, states);
+}
+
+INLINE void start_states(states_pipeline *pipeline, tile_column column, const tile_stream *streams,
+                         const tile_plan *plan, tile_format format) {
+    states_ahead(column, streams, plan, format, 0, 0, 0, pipeline->states);
+}
+
+INLINE void advance_states(states_pipeline *pipeline, tile_column column, const tile_stream *streams,
+                           const tile_plan *plan, tile_format format, int32_t g, int32_t kt,
+                           __m256i current[PAIRS]) {
+    for (int32_t q = 0; q < PAIRS; q++) current[q] = pipeline->states[q];
+    states_ahead(column, streams, plan, format, g, kt, 1, pipeline->states);
+}
+
+INLINE void start_sums(sums_pipeline *pipeline, tile_column column, const tile_stream *streams,
+                       const tile_plan *plan, tile_format format) {
+    states_ahead(column, streams, plan, format, 0, 0, 0, pipeline->sums);
+    byte_sums_x4(pipeline->sums);
+    states_ahead(column, streams, plan, format, 0, 0, 1, pipeline->states);
+}
+
+INLINE void advance_sums(sums_pipeline *pipeline, tile_column column, const tile_stream *streams,
+                         const tile_plan *plan, tile_format format, int32_t g, int32_t kt,
+                         __m256i current[PAIRS]) {
+    for (int32_t q = 0; q < PAIRS; q++) {
+        current[q] = pipeline->sums[q];
+        pipeline->sums[q] = pipeline->states[q];
+    }
+    byte_sums_x4(pipeline->sums);
+    states_ahead(column, streams, plan, format, g, kt, 2, pipeline->states);
+}
+
 INLINE const float *block_of(const glm53_rect *rect, int32_t b, int32_t r) {
     return rect->x + ((size_t)b * (size_t)rect->rows + (size_t)r) * GLM53_X_FLOATS;
 }
@@ -282,20 +363,23 @@ INLINE void fused_exact(const glm53_rect *rect, const tile_plan *plan, tile_form
             tile_column column = column_at(rect, b, nt);
             prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
             if (format != FORMAT_K3) fill_streams(streams, column, rect->matrix->bits_x2);
+            sums_pipeline pipeline;
+            start_sums(&pipeline, column, streams, plan, format);
             __m256 sums[2][2 * GROUPS];
             for (int32_t g = 0; g < GROUPS; g++) {
                 __m256 s[2][2] = {{_mm256_setzero_ps(), _mm256_setzero_ps()},
                                   {_mm256_setzero_ps(), _mm256_setzero_ps()}};
                 for (int32_t kt = 0; kt < K_TILES; kt++) {
-                    __m256i states[PAIRS];
-                    group_states(column, streams, plan, format, g, kt, states);
-                    for (int32_t q = 0; q < PAIRS; q++) {
-                        __m256 lo, hi;
-                        pair_weights(states[q], GLM53_CODEBOOK_MUL1, &lo, &hi);
+                    __m256i current[PAIRS];
+                    advance_sums(&pipeline, column, streams, plan, format, g, kt, current);
+                    for (int32_t half = 0; half < 2; half++) {
+                        __m256 w[4];
+                        mul1_weights_x4(current + 2 * half, w);
                         for (int32_t r = 0; r < rows; r++) {
-                            const float *x = block_of(rect, b, r) + 16 * kt + 8 * (q & 1);
-                            s[r][q >> 1] = _mm256_fmadd_ps(lo, quad(x), s[r][q >> 1]);
-                            s[r][q >> 1] = _mm256_fmadd_ps(hi, quad(x + 4), s[r][q >> 1]);
+                            const float *x = block_of(rect, b, r) + 16 * kt;
+                            for (int32_t k = 0; k < 4; k++) {
+                                s[r][half] = _mm256_fmadd_ps(w[k], quad(x + 4 * k), s[r][half]);
+                            }
                         }
                     }
                 }
@@ -444,18 +528,21 @@ INLINE void fused_fast(const glm53_rect *rect, const tile_plan *plan, tile_forma
             tile_column column = column_at(rect, b, nt);
             prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
             if (format != FORMAT_K3) fill_streams(streams, column, rect->matrix->bits_x2);
+            states_pipeline pipeline;
+            start_states(&pipeline, column, streams, plan, format);
             __m256i sums[2][2 * GROUPS];
             for (int32_t g = 0; g < GROUPS; g++) {
                 __m256i s[2][2] = {{_mm256_setzero_si256(), _mm256_setzero_si256()},
                                    {_mm256_setzero_si256(), _mm256_setzero_si256()}};
                 for (int32_t kt = 0; kt < K_TILES; kt++) {
-                    __m256i states[PAIRS];
-                    group_states(column, streams, plan, format, g, kt, states);
-                    for (int32_t q = 0; q < PAIRS; q++) {
-                        __m256i w = byte_sums(states[q]);
-                        for (int32_t r = 0; r < rows; r++) {
-                            __m256i x = octet(fast_block_of(rect, b, r)->q + 16 * kt + 8 * (q & 1));
-                            s[r][q >> 1] = _mm256_add_epi32(s[r][q >> 1], _mm256_madd_epi16(w, x));
+                    __m256i current[PAIRS];
+                    advance_states(&pipeline, column, streams, plan, format, g, kt, current);
+                    byte_sums_x4(current);
+                    for (int32_t r = 0; r < rows; r++) {
+                        const int16_t *x = fast_block_of(rect, b, r)->q + 16 * kt;
+                        for (int32_t q = 0; q < PAIRS; q++) {
+                            __m256i products = _mm256_madd_epi16(current[q], octet(x + 8 * (q & 1)));
+                            s[r][q >> 1] = _mm256_add_epi32(s[r][q >> 1], products);
                         }
                     }
                 }
