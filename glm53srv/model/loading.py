@@ -151,8 +151,6 @@ class _LayerReader:
     def _sparse_mlp(self) -> Mlp:
         moe = self._config.moe
         logits = FloatLinear(self._tensor("mlp.gate.weight"))
-        return SparseMlp(
-            Router(moe, logits, self._tensor("mlp.gate.e_score_correction_bias")),
-            self._networks([f"mlp.experts.{expert}" for expert in range(moe.num_experts)]),
-            DenseMlp(self._networks(["mlp.shared_experts"])),
-        )
+        router = Router(moe, logits, self._tensor("mlp.gate.e_score_correction_bias"))
+        routed = [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+        return SparseMlp(router, self._networks([*routed, "mlp.shared_experts"]))
