@@ -1,7 +1,9 @@
-"""`python -m bench.kernels`: time the gated expert of GLM-5.3-Flash (4096 x 2048 x 3, K = 3, mul1) and check its error.
+"""`python -m bench.kernels`: time the gated expert of GLM-5.3-Flash (4096 x 2048 x 3, K = 3, mul1), check its
+error.
 
-Weights come from DRAM: the picks walk through enough distinct experts (over 300 MB) that no cache holds them. One call
-computes one row with 8 picks, as one decode step of one stream does; the time is that of the call divided by 8.
+Weights come from DRAM: the picks walk through enough distinct experts (over 300 MB) that no cache holds them.
+One call computes one row with 8 picks, as one decode step of one stream does; the time is that of the call
+divided by 8.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
     experts = _random_experts()
-    table = ExpertTable([tuple(_as_matrix(part) for part in expert) for expert in experts])
+    table = ExpertTable([(_as_matrix(gate), _as_matrix(up), _as_matrix(down)) for gate, up, down in experts])
     measurements = []
     for num_threads in arguments.threads:
         with KernelPool(num_threads, Isa[arguments.isa]) as pool:
@@ -130,8 +132,7 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    fields = dict(line.split("\t:", 1) if "\t:" in line else (line, "") for line in lines)
-    known = {key.strip(): value.strip() for key, value in fields.items()}
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     model = known.get("model name", platform.processor())
     return f"{model} (family {known.get('cpu family', '?')}, model {known.get('model', '?')})"
 

@@ -1,57 +1,38 @@
-"""The native kernels as Python objects: EXL3 matrices, expert tables, and a pool of threads that multiplies
-with them.
+"""The native kernels as one Python object: a pool of threads that multiplies with EXL3 matrices and runs the
+CPU engine's other hot loops.
 
-The only file that touches cffi. The library comes in one of two forms, both built by `python -m cffi_build`:
-an extension module (cffi API mode) or, where Python.h is missing, a plain shared library (ABI mode).
-Importing this module loads neither; the first KernelPool or cpu_features() does. The contract of each kernel,
-its order of sums and its thread rules stand in native/include/glm53_kernels.h.
+The contract of each kernel, its order of sums and its thread rules stand in native/include/glm53_kernels.h.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import cffi
 import numpy as np
 from numpy.typing import NDArray
 
 from glm53srv.errors import MachineError
+from glm53srv.exl3_matrix import MATRIX_STRUCT, Codebook, Exl3Matrix, ExpertTable, Float16
+from glm53srv.native_library import CpuFeatures, Isa, open_library
+
+__all__ = [
+    "Clamp",
+    "Codebook",
+    "CpuFeatures",
+    "Exl3Matrix",
+    "ExpertTable",
+    "HyperConnection",
+    "Isa",
+    "KernelPool",
+    "Precision",
+    "cpu_features",
+]
 
 Float32 = NDArray[np.float32]
-Float16 = NDArray[np.float16]
-
-_BUILD_HINT = "build them with: python -m cffi_build"
-
-_MATRIX_STRUCT = np.dtype(
-    [
-        ("trellis", np.uintp),
-        ("suh", np.uintp),
-        ("svh", np.uintp),
-        ("bias", np.uintp),
-        ("in_features", np.int32),
-        ("out_features", np.int32),
-        ("bits_x2", np.int32),
-        ("codebook", np.int32),
-    ],
-    align=True,
-)
-"""glm53_matrix; its size is compared with the library's when a pool is made."""
-
-
-class Codebook(enum.IntEnum):
-    """How a 16-bit state becomes a weight; the checkpoint says which by a tensor `mcg` or `mul1`, or none."""
-
-    DEFAULT = 0
-    MCG = 1
-    MUL1 = 2
 
 
 class Precision(enum.IntEnum):
@@ -59,15 +40,6 @@ class Precision(enum.IntEnum):
 
     EXACT32 = 0
     FAST16 = 1
-
-
-class Isa(enum.IntEnum):
-    """Instruction sets, worst first; AUTO takes the best that CPU and build have."""
-
-    AUTO = 0
-    SCALAR = 1
-    AVX2 = 2
-    AVX512 = 3
 
 
 class Clamp(enum.IntEnum):
@@ -78,93 +50,20 @@ class Clamp(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CpuFeatures:
-    """What this CPU and this build offer. mode: "api" or "abi"; library: the file that was loaded."""
+class HyperConnection:
+    """The weights of one hyper-connection site over four residual streams; float32, C-contiguous.
 
-    isas: tuple[Isa, ...]
-    mode: str
-    library: str
-
-
-class Exl3Matrix:
-    """One EXL3-quantised matrix W (in, out), y = x W. Immutable; keeps its arrays alive, copies none of them.
-
-    trellis: int16 or uint16 (in/16, out/16, words), the packed tiles as in the checkpoint; suh: float16
-    (in,); svh: float16 (out,); bias: float16 (out,) or None. All C-contiguous; read-only memory maps are
-    fine. Raises ValueError with one line that says which of them does not fit.
+    fn: (24, 4 * hidden), rows for pre (4), post (4) and comb (16). base: (24,). scale: (3,) for pre, post,
+    comb. norm_eps: rms_norm_eps. eps: hc_eps. sinkhorn_iters: hc_sinkhorn_iters (config keys of the
+    checkpoint).
     """
 
-    def __init__(
-        self,
-        trellis: NDArray[np.int16] | NDArray[np.uint16],
-        suh: Float16,
-        svh: Float16,
-        codebook: Codebook,
-        bias: Float16 | None = None,
-    ) -> None:
-        if trellis.dtype not in (np.dtype(np.int16), np.dtype(np.uint16)) or trellis.ndim != 3:
-            raise ValueError(f"trellis must be int16 of 3 dimensions, not {trellis.dtype} {trellis.shape}")
-        words = trellis.shape[2]
-        self.in_features = trellis.shape[0] * 16
-        self.out_features = trellis.shape[1] * 16
-        for name, size in (("in", self.in_features), ("out", self.out_features)):
-            if size == 0 or size % 128:
-                raise ValueError(f"trellis has {size} {name} features, not a positive multiple of 128")
-        bits_x2 = words // 8
-        has_bits = words % 8 == 0 and (
-            (bits_x2 % 2 == 0 and 2 <= bits_x2 <= 16) or (codebook is Codebook.MUL1 and bits_x2 in (3, 5, 7))
-        )
-        if not has_bits:
-            raise ValueError(
-                f"trellis has {words} words per tile, which codebook {codebook.name} does not have"
-            )
-        for name, vector, size in (("suh", suh, self.in_features), ("svh", svh, self.out_features)):
-            _check_vector(name, vector, size)
-        if bias is not None:
-            _check_vector("bias", bias, self.out_features)
-        if not trellis.flags.c_contiguous:
-            raise ValueError("trellis is not C-contiguous")
-        self.codebook = codebook
-        self.bits = bits_x2 / 2
-        self.num_bytes = trellis.nbytes + suh.nbytes + svh.nbytes + (0 if bias is None else bias.nbytes)
-        self._arrays = (trellis, suh, svh, bias)
-        self.descriptor = np.zeros(1, _MATRIX_STRUCT)
-        """glm53_matrix, (1,); read-only."""
-        bias_address = 0 if bias is None else bias.ctypes.data
-        addresses = (trellis.ctypes.data, suh.ctypes.data, svh.ctypes.data, bias_address)
-        self.descriptor[0] = (*addresses, self.in_features, self.out_features, bits_x2, int(codebook))
-        self.descriptor.flags.writeable = False
-
-
-class ExpertTable:
-    """The experts of one layer as one C array, built once. Keeps the matrices alive; copies no weights.
-
-    experts: (gate, up, down) each; gate and up (hidden, intermediate), down (intermediate, hidden), the same
-    shapes for all. Raises ValueError with one line that names the first expert that does not fit.
-    """
-
-    def __init__(self, experts: Sequence[tuple[Exl3Matrix, Exl3Matrix, Exl3Matrix]]) -> None:
-        if not experts:
-            raise ValueError("a table needs at least one expert")
-        self.hidden = experts[0][0].in_features
-        self.intermediate = experts[0][0].out_features
-        inward, outward = (self.hidden, self.intermediate), (self.intermediate, self.hidden)
-        for index, (gate, up, down) in enumerate(experts):
-            for name, matrix, shape in (("gate", gate, inward), ("up", up, inward), ("down", down, outward)):
-                if (matrix.in_features, matrix.out_features) != shape:
-                    found = (matrix.in_features, matrix.out_features)
-                    raise ValueError(f"{name} of expert {index} has shape {found}, not {shape}")
-        self._experts = tuple(experts)
-        self.descriptor = np.concatenate([matrix.descriptor for expert in experts for matrix in expert])
-        """glm53_expert (num_experts,), seen as glm53_matrix (3 * num_experts,); read-only."""
-        self.descriptor.flags.writeable = False
-
-    def __len__(self) -> int:
-        return len(self._experts)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(matrix.num_bytes for expert in self._experts for matrix in expert)
+    fn: Float32
+    base: Float32
+    scale: Float32
+    sinkhorn_iters: int
+    norm_eps: float
+    eps: float
 
 
 class KernelPool:
@@ -184,8 +83,12 @@ class KernelPool:
         ValueError for a count out of range.
         """
         self._pool: Any = None
-        self._library = _load()
+        self._library = open_library()
         ffi, lib = self._library.ffi, self._library.lib
+        if ffi.sizeof("glm53_matrix") != MATRIX_STRUCT.itemsize:
+            raise MachineError(
+                "the native kernels have another struct layout than this package; rebuild them"
+            )
         if num_threads < 1 or (cpus is not None and len(cpus) == 0):
             raise ValueError("a pool needs at least one thread, and a list of CPUs at least one entry")
         cpu_array = ffi.NULL if cpus is None else ffi.new("int32_t[]", list(cpus))
@@ -194,7 +97,7 @@ class KernelPool:
         handle = ffi.new("glm53_pool **")
         status = lib.glm53_pool_create(config, handle)
         if status == lib.GLM53_NO_ISA:
-            offered = ", ".join(offer.name for offer in cpu_features().isas)
+            offered = ", ".join(offer.name for offer in self._library.features().isas)
             raise MachineError(f"instruction set {isa.name} is not there: this CPU and build offer {offered}")
         if status in (lib.GLM53_NO_THREAD, lib.GLM53_NO_MEMORY):
             raise MachineError(f"cannot start {num_threads} kernel threads: {self._status_text(status)}")
@@ -293,6 +196,138 @@ class KernelPool:
         self._check(self._library.lib.glm53_experts(self._handle(), job))
         return y
 
+    def mhc_site(self, x: Float32, site: HyperConnection) -> tuple[Float32, Float32, Float32]:
+        """Compute one hyper-connection site. x: float32 (rows, 4, hidden), the streams.
+
+        Gives u (rows, hidden), the block's input before its norm; post (rows, 4) and comb (rows, 4, 4) for
+        mhc_apply.
+        """
+        rows, streams, hidden = _shape(x, "x", 3)
+        _expect(x, "x", (rows, 4, hidden))
+        _expect(site.fn, "fn", (24, streams * hidden))
+        _expect(site.base, "base", (24,))
+        _expect(site.scale, "scale", (3,))
+        u = np.empty((rows, hidden), np.float32)
+        post, comb = np.empty((rows, 4), np.float32), np.empty((rows, 4, 4), np.float32)
+        if rows:
+            job = self._library.ffi.new("glm53_mhc_job *")
+            job.x, job.fn, job.base, job.scale = map(self._floats, (x, site.fn, site.base, site.scale))
+            job.u, job.post, job.comb = map(self._floats, (u, post, comb))
+            job.rows, job.hidden, job.sinkhorn_iters = rows, hidden, site.sinkhorn_iters
+            job.norm_eps, job.eps = site.norm_eps, site.eps
+            self._check(self._library.lib.glm53_mhc_site(self._handle(), job))
+        return u, post, comb
+
+    def mhc_apply(self, x: Float32, y: Float32, post: Float32, comb: Float32) -> Float32:
+        """Mix a block's output into the streams: out[r, j] = post[r, j] y[r] + sum_i comb[r, i, j] x[r, i].
+
+        x: float32 (rows, 4, hidden); y: (rows, hidden); post, comb: from mhc_site. Gives a new (rows, 4,
+        hidden).
+        """
+        rows, _, hidden = _shape(x, "x", 3)
+        _expect(x, "x", (rows, 4, hidden))
+        _expect(y, "y", (rows, hidden))
+        _expect(post, "post", (rows, 4))
+        _expect(comb, "comb", (rows, 4, 4))
+        out = np.empty_like(x)
+        if rows:
+            arguments = (*map(self._floats, (x, y, post, comb)), rows, hidden, self._floats(out))
+            self._check(self._library.lib.glm53_mhc_apply(self._handle(), *arguments))
+        return out
+
+    def kda(
+        self, states: Sequence[Float32], q: Float32, k: Float32, v: Float32, g: Float32, beta: Float32
+    ) -> Float32:
+        """Run the gated delta rule over the tokens of each sequence, in order; the states change in place.
+
+        states: one float32 (heads, 128 key, 128 value) per sequence, all different arrays. q, k, v, g (log
+        decay): float32 (sequences, tokens, heads, 128), after convolution, silu, norm and scale. beta:
+        (sequences, tokens, heads). Gives o like q. One call for many tokens gives the bits of one call per
+        token.
+        """
+        shape = _shape(q, "q", 4)
+        sequences, tokens, heads, _ = shape
+        _expect(q, "q", (sequences, tokens, heads, 128))
+        for name, array in (("k", k), ("v", v), ("g", g)):
+            _expect(array, name, shape)
+        _expect(beta, "beta", shape[:3])
+        pointers = self._states(states, sequences, (heads, 128, 128))
+        o = np.empty_like(q)
+        if q.size:
+            job = self._library.ffi.new("glm53_kda_job *")
+            job.states = pointers
+            job.q, job.k, job.v, job.g, job.beta, job.o = map(self._floats, (q, k, v, g, beta, o))
+            job.num_sequences, job.tokens, job.heads = sequences, tokens, heads
+            self._check(self._library.lib.glm53_kda(self._handle(), job))
+        return o
+
+    def conv(self, states: Sequence[Float32], x: Float32, weight: Float32) -> Float32:
+        """Convolve causally and per channel with 4 taps, then apply silu; the states change in place.
+
+        states: one float32 (3, channels) per sequence: the columns before the first token, oldest first,
+        zeros at the start of a sequence. x: float32 (sequences, tokens, channels). weight: (4, channels),
+        oldest tap first. Gives y like x, with the same bits for many tokens at once and one at a time.
+        """
+        sequences, tokens, channels = _shape(x, "x", 3)
+        _expect(x, "x", (sequences, tokens, channels))
+        _expect(weight, "weight", (4, channels))
+        pointers = self._states(states, sequences, (3, channels))
+        y = np.empty_like(x)
+        if x.size:
+            job = self._library.ffi.new("glm53_conv_job *")
+            job.states = pointers
+            job.x, job.weight, job.y = map(self._floats, (x, weight, y))
+            job.num_sequences, job.tokens, job.channels = sequences, tokens, channels
+            self._check(self._library.lib.glm53_conv(self._handle(), job))
+        return y
+
+    def plain_linear(self, x: Float32, weight: Float32 | Float16) -> Float32:
+        """Multiply x float32 (rows, in) by the transpose of weight f32 or f16 (out, in): (rows, out)."""
+        is_f16 = weight.dtype == np.float16
+        if weight.ndim != 2 or not (is_f16 or weight.dtype == np.float32) or not weight.flags.c_contiguous:
+            raise ValueError(
+                f"weight must be contiguous f32 or f16 (out, in), not {weight.dtype} {weight.shape}"
+            )
+        x = _rows(x, weight.shape[1])
+        y = np.empty((len(x), len(weight)), np.float32)
+        if y.size:
+            data = self._library.ffi.cast("void *", weight.ctypes.data)
+            arguments = (
+                data,
+                int(is_f16),
+                weight.shape[1],
+                len(weight),
+                self._floats(x),
+                len(x),
+                self._floats(y),
+            )
+            self._check(self._library.lib.glm53_plain_linear(self._handle(), *arguments))
+        return y
+
+    def rms_norm(self, x: Float32, weight: Float32 | None, eps: float) -> Float32:
+        """Divide each row of x float32 (rows, width) by its root mean square, times weight (width,)."""
+        x = _rows(x, None)
+        if weight is not None:
+            _expect(weight, "weight", (x.shape[1],))
+        y = np.empty_like(x)
+        if x.size:
+            weight_data = self._library.ffi.NULL if weight is None else self._floats(weight)
+            arguments = (self._floats(x), weight_data, *x.shape, eps, self._floats(y))
+            self._check(self._library.lib.glm53_rms_norm(self._handle(), *arguments))
+        return y
+
+    def _states(self, states: Sequence[Float32], count: int, shape: tuple[int, ...]) -> Any:
+        """Give a C array of pointers to per-sequence states, which must be writeable and distinct."""
+        if len(states) != count:
+            raise ValueError(f"{len(states)} states do not fit {count} sequences")
+        for state in states:
+            _expect(state, "state", shape)
+            if not state.flags.writeable:
+                raise ValueError("state is read-only")
+        if len({state.ctypes.data for state in states}) != count:
+            raise ValueError("two sequences share a state")
+        return self._library.ffi.new("float *[]", [self._floats(state) for state in states])
+
     def _handle(self) -> Any:
         if self._pool is None:
             raise ValueError("the kernel pool is closed")
@@ -326,53 +361,7 @@ class KernelPool:
 
 def cpu_features() -> CpuFeatures:
     """Say what this CPU and this build offer. Raises MachineError if the kernels are not built."""
-    library = _load()
-    mask = library.lib.glm53_isa_mask()
-    isas = tuple(isa for isa in Isa if mask >> isa & 1)
-    return CpuFeatures(isas=isas, mode=library.mode, library=library.path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Library:
-    ffi: Any
-    lib: Any
-    mode: str
-    path: str
-
-
-@functools.cache
-def _load(directory: Path | None = None) -> _Library:
-    """Load whichever library lies in the package directory, the newest first. Raises MachineError."""
-    directory = directory or Path(__file__).resolve().parent
-    found = sorted(directory.glob("_kernels*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-    reasons = []
-    for path in found:
-        try:
-            library = _open_abi(path) if path.name == "_kernels_abi.so" else _open_api(path)
-        except (ImportError, OSError, KeyError, ValueError) as error:
-            reasons.append(f"{path.name}: {error}")
-            continue
-        if library.ffi.sizeof("glm53_matrix") == _MATRIX_STRUCT.itemsize:
-            return library
-        reasons.append(f"{path.name}: built from another version of the header")
-    detail = f" ({'; '.join(reasons)})" if reasons else ""
-    raise MachineError(f"the native kernels are not built{detail}; {_BUILD_HINT}")
-
-
-def _open_api(path: Path) -> _Library:
-    module = importlib.import_module("glm53srv._kernels")
-    return _Library(module.ffi, module.lib, "api", str(path))
-
-
-def _open_abi(path: Path) -> _Library:
-    ffi = cffi.FFI()
-    ffi.cdef(json.loads((path.parent / "_kernels_build.json").read_text())["cdef"])
-    return _Library(ffi, ffi.dlopen(str(path)), "abi", str(path))
-
-
-def _check_vector(name: str, vector: Float16, size: int) -> None:
-    if vector.dtype != np.float16 or vector.shape != (size,) or not vector.flags.c_contiguous:
-        raise ValueError(f"{name} must be contiguous float16 ({size},), not {vector.dtype} {vector.shape}")
+    return open_library().features()
 
 
 def _rows(x: Float32, width: int | None) -> Float32:
@@ -381,3 +370,14 @@ def _rows(x: Float32, width: int | None) -> Float32:
         wanted = "(rows, width)" if width is None else f"(rows, {width})"
         raise ValueError(f"expected float32 {wanted}, not {x.dtype} {x.shape}")
     return np.ascontiguousarray(x)
+
+
+def _shape(array: Float32, name: str, num_dimensions: int) -> tuple[int, ...]:
+    if array.ndim != num_dimensions:
+        raise ValueError(f"{name} must have {num_dimensions} dimensions, not shape {array.shape}")
+    return array.shape
+
+
+def _expect(array: Float32, name: str, shape: tuple[int, ...]) -> None:
+    if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(f"{name} must be contiguous float32 {shape}, not {array.dtype} {array.shape}")

@@ -147,6 +147,73 @@ int32_t glm53_linear(glm53_pool *pool, const glm53_matrix *matrix, const float *
 
 int32_t glm53_experts(glm53_pool *pool, const glm53_expert_job *job);
 
+/* ---- the CPU engine's other hot loops; all float32, widths are multiples of 8 ---- */
+
+/* One hyper-connection site before its block, for `rows` tokens of four streams (see the model's formula):
+ *   m = fn v, v = flatten(x) / sqrt(mean(v^2) + norm_eps);  pre, post, comb from m * scale + base, comb made
+ * doubly stochastic by sinkhorn_iters rounds of rows and columns;  u = sum_i pre[i] x[i]. */
+typedef struct {
+    const float *x;     /* (rows, 4, hidden) */
+    const float *fn;    /* (24, 4 * hidden): 4 rows for pre, 4 for post, 16 for comb */
+    const float *base;  /* (24) */
+    const float *scale; /* (3): pre, post, comb */
+    float *u;           /* (rows, hidden) */
+    float *post;        /* (rows, 4) */
+    float *comb;        /* (rows, 4, 4) */
+    int32_t rows;
+    int32_t hidden;
+    int32_t sinkhorn_iters; /* >= 1 */
+    float norm_eps;
+    float eps; /* added to pre, and to every sum that Sinkhorn's rounds divide by */
+} glm53_mhc_job;
+
+int32_t glm53_mhc_site(glm53_pool *pool, const glm53_mhc_job *job);
+
+/* out[r, j] = post[r, j] y[r] + sum_i comb[r, i, j] x[r, i]. x, out (rows, 4, hidden); out may be x. */
+int32_t glm53_mhc_apply(glm53_pool *pool, const float *x, const float *y, const float *post,
+                        const float *comb, int32_t rows, int32_t hidden, float *out);
+
+/* The gated delta rule for `tokens` tokens of each of `num_sequences` sequences. Per token and head, S (128
+ * key, 128 value): S = diag(exp g) S; delta = beta (v - S^T k); S += k delta^T; o = S^T q. Many tokens in one
+ * call and one call per token give the same bits. */
+typedef struct {
+    float *const *states; /* (num_sequences) pointers to (heads, 128, 128), updated in place */
+    const float *q;       /* (num_sequences, tokens, heads, 128), normalised and scaled */
+    const float *k;       /* likewise, normalised */
+    const float *v;       /* likewise */
+    const float *g;       /* likewise, log decay, <= 0 */
+    const float *beta;    /* (num_sequences, tokens, heads) */
+    float *o;             /* (num_sequences, tokens, heads, 128) */
+    int32_t num_sequences;
+    int32_t tokens;
+    int32_t heads;
+} glm53_kda_job;
+
+int32_t glm53_kda(glm53_pool *pool, const glm53_kda_job *job);
+
+/* Causal depthwise convolution of 4 taps, then silu, for `tokens` tokens of each sequence. A state holds the
+ * three columns before the first token, oldest first, zeros at the start of a sequence; it is updated in
+ * place. Bits as above. */
+typedef struct {
+    float *const *states; /* (num_sequences) pointers to (3, channels) */
+    const float *x;       /* (num_sequences, tokens, channels) */
+    const float *weight;  /* (4, channels), oldest tap first */
+    float *y;             /* (num_sequences, tokens, channels) */
+    int32_t num_sequences;
+    int32_t tokens;
+    int32_t channels;
+} glm53_conv_job;
+
+int32_t glm53_conv(glm53_pool *pool, const glm53_conv_job *job);
+
+/* y (rows, out) = x (rows, in) W^T. w: (out, in), float, or f16 if is_f16. out is any positive number. */
+int32_t glm53_plain_linear(glm53_pool *pool, const void *w, int32_t is_f16, int32_t in_features,
+                           int32_t out_features, const float *x, int32_t rows, float *y);
+
+/* y = x / sqrt(mean(x^2) + eps) * weight, per row of (rows, width); weight (width) or NULL; y may be x. */
+int32_t glm53_rms_norm(glm53_pool *pool, const float *x, const float *weight, int32_t rows, int32_t width,
+                       float eps, float *y);
+
 /* CDEF END */
 
 #ifdef __cplusplus

@@ -42,9 +42,12 @@ typedef struct {
     int32_t tile_begin, tile_end;
 } glm53_rect;
 
+typedef struct glm53_dense_kernels glm53_dense_kernels;
+
 /* The kernels of one instruction set. They trust their arguments. */
 typedef struct {
     int32_t isa;
+    const glm53_dense_kernels *dense;
     bool (*has_fast16)(const glm53_matrix *matrix);
     /* w (128, out): rows [128 b, 128 b + 128) of the decoded weights. */
     void (*decode_block)(const glm53_matrix *matrix, int32_t b, float *w);

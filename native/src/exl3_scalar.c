@@ -1,6 +1,7 @@
 /* Portable kernels: plain loops in natural order, the oracle of the others. */
 #include <math.h>
 
+#include "dense.h"
 #include "internal.h"
 
 /* The 16-bit state of position t: the window of the tile's bit ring that ends where position t's bits end.
@@ -187,6 +188,7 @@ static bool has_fast16(const glm53_matrix *matrix) { return matrix->codebook == 
 
 const glm53_tier glm53_tier_scalar = {
     .isa = GLM53_ISA_SCALAR,
+    .dense = &glm53_dense_scalar,
     .has_fast16 = has_fast16,
     .decode_block = decode_block,
     .hadamard = hadamard,
