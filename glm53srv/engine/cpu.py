@@ -9,7 +9,7 @@
 
 A chunk's streams (rows, 4, hidden) wait in the slot while decode steps of other slots run; nothing of the
 chunk depends on them, so a pause changes no bit. Decode rows are computed so that a row's bits do not depend
-on the other rows (model/ops.py), so a sequence gives the same tokens alone and in company.
+on the other rows (model/linear.py), so a sequence gives the same tokens alone and in company.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
 from glm53srv.kernels import Isa, KernelPool, Precision
 from glm53srv.model.decoder import Decoder
-from glm53srv.model.linear import KernelContext
+from glm53srv.model.linear import BATCH_INVARIANT_ROWS, KernelContext
 from glm53srv.model.loading import load_decoder
-from glm53srv.model.ops import BATCH_INVARIANT_ROWS, F32
+from glm53srv.model.ops import F32
 from glm53srv.model.state import PAGE_TOKENS, PagedCache, SequenceState, view_of
 from glm53srv.model.vocabulary import count_token_ids
 

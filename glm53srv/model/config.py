@@ -277,9 +277,12 @@ def _kda(linear: JsonSection) -> KdaConfig:
     conv_kernel = linear.count("short_conv_kernel_size")
     if conv_kernel != 4:
         raise linear.error("short_conv_kernel_size", f"is {conv_kernel}; only 4 is supported")
+    head_dim = linear.count("head_dim")
+    if head_dim != 128:
+        raise linear.error("head_dim", f"is {head_dim}; the kernels are written for 128")
     return KdaConfig(
         num_heads=linear.count("num_heads"),
-        head_dim=linear.count("head_dim"),
+        head_dim=head_dim,
         conv_kernel=conv_kernel,
         gate_lower_bound=lower_bound,
     )

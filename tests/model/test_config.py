@@ -131,6 +131,7 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("text_config.indexer_types[0] is 'shared'; only full indexers", _text(indexer_types=["shared"] * 8)),
     ("linear_attn_config.kda_layers does not name the same layers", _linear(kda_layers=[0, 1])),
     ("linear_attn_config.full_attn_layers does not name the same layers", _linear(full_attn_layers=[0])),
+    ("linear_attn_config.head_dim is 64; the kernels are written for 128", _linear(head_dim=64)),
     ("linear_attn_config.gate_lower_bound is missing", _linear(gate_lower_bound=None)),
     ("linear_attn_config.gate_lower_bound is 5.0; must be below 0", _linear(gate_lower_bound=5.0)),
     (

@@ -121,7 +121,7 @@ class SparseLayer:
         prefix, hidden, moe = f"{layer_prefix(2)}.mlp", config.hidden_size, config.moe
         bias = checkpoint.float32(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,))
         gate = checkpoint.float32(f"{prefix}.gate.weight", (moe.num_experts, hidden))
-        self.router = Router(moe, FloatLinear(gate), bias)
+        self.router = Router(moe, FloatLinear(context, gate), bias)
         names = [*(f"experts.{expert}" for expert in range(moe.num_experts)), "shared_experts"]
         needs = [tuple(mlp_needs(f"{prefix}.{name}", hidden, moe.expert_size)) for name in names]
         self.experts = load_mlps(context, checkpoint, needs, config.swiglu_limit)
