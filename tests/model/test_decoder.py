@@ -116,8 +116,11 @@ def test_memory_plan_adds_up(random_decoder: Decoder, random_model_dir: Path) ->
     weight_bytes = Checkpoint(random_model_dir).needed_bytes(all_needs(config))
     file_bytes = (random_model_dir / "model.safetensors").stat().st_size
     assert 0.97 * file_bytes < weight_bytes < file_bytes  # all but header and codebook scalars
+    state = SequenceState(config)
+    arrays = [array for kda in state.kda.values() for array in (kda.conv, kda.matrix)]
+    arrays += [array for tail in state.tails.values() for array in (tail.keys, tail.gates)]
+    assert state_bytes(config) == sum(array.nbytes for array in arrays)
     assert page_bytes(config) == 2 * 4 * (256 * 128 + 64 * 128)
-    assert state_bytes(config) == 6 * 4 * (3 * 768 + 2 * 128 * 128) + 2 * 4 * (2 * 4 * 128)
     plan = plan_memory(config, weight_bytes, num_pages=32, max_streams=4, max_chunk_tokens=512)
     assert plan.cache_bytes == 32 * page_bytes(config)
     assert plan.state_bytes == 4 * state_bytes(config)
