@@ -63,20 +63,30 @@ class Sources:
         return text.split(BEGIN, 1)[1].split(END, 1)[0]
 
 
-def build(root: Path, out: Path, *, compiler: str = "cc", mode: str = "auto", force: bool = False) -> str:
+def build(
+    root: Path,
+    out: Path,
+    *,
+    compiler: str = "cc",
+    mode: str = "auto",
+    include: Path | None = None,
+    force: bool = False,
+) -> str:
     """Build into the package directory `out` and return one line that says what was done.
 
     compiler: a command, perhaps with arguments. mode: "api", "abi", or "auto" (api if there is a Python.h).
-    Raises BuildError, with the compiler's output.
+    include: where Python.h is looked for, by default where this Python says. Raises BuildError, with the
+    compiler's output.
     """
     sources = Sources(root)
-    has_header = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+    include = include or Path(sysconfig.get_path("include"))
+    has_header = (include / "Python.h").is_file()
     chosen = mode if mode != "auto" else ("api" if has_header else "abi")
     target = out / target_name(chosen)
     fingerprint = _fingerprint(sources, compiler, chosen)
     if not force and target.is_file() and _read_fingerprint(out / STAMP) == fingerprint:
         return f"native kernels: {target.name} is up to date"
-    _compile(sources, target, shlex.split(compiler), chosen)
+    _compile(sources, target, shlex.split(compiler), include if chosen == "api" else None)
     for stale in (out / target_name("api"), out / target_name("abi")):
         if stale != target:
             stale.unlink(missing_ok=True)
@@ -91,12 +101,12 @@ def target_name(mode: str) -> str:
     return "_kernels_abi.so" if mode == "abi" else f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
-def _compile(sources: Sources, target: Path, compiler: Sequence[str], mode: str) -> None:
+def _compile(sources: Sources, target: Path, compiler: Sequence[str], python_include: Path | None) -> None:
     work = sources.root / "build" / "native"
     work.mkdir(parents=True, exist_ok=True)
     files = sources.c_files()
     flags = [*FLAGS, f"-I{sources.include}"]
-    if mode == "api":
+    if python_include is not None:
         ffi = cffi.FFI()
         ffi.cdef(sources.cdef())
         ffi.set_source(MODULE, '#include "glm53_kernels.h"')
@@ -105,7 +115,7 @@ def _compile(sources: Sources, target: Path, compiler: Sequence[str], mode: str)
             ffi.emit_c_code(str(wrapper))
         files = [*files, wrapper]
         # Python's own headers and cffi's generated code are not ours to hold to -Wextra.
-        flags += [f"-isystem{sysconfig.get_path('include')}", "-Wno-unused-parameter"]
+        flags += [f"-isystem{python_include}", "-Wno-unused-parameter"]
     # Written aside and renamed, so that a running process keeps the file that it has mapped.
     partial = target.with_name(target.name + ".part")
     command = [*compiler, *flags, "-shared", "-o", str(partial), *map(str, files), "-lm"]

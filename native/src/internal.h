@@ -68,7 +68,8 @@ typedef struct {
 } glm53_tier;
 
 extern const glm53_tier glm53_tier_scalar;
-#if defined(__x86_64__)
+/* GLM53_PORTABLE leaves out what is not portable C, as a compiler for another machine does. */
+#if defined(__x86_64__) && !defined(GLM53_PORTABLE)
 #define GLM53_HAS_X86 1
 extern const glm53_tier glm53_tier_avx2;
 #endif
