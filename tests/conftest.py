@@ -21,7 +21,7 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a packed random model, made once for the session."""
+    """Give the random model that `make serve` starts with, packed once per run."""
     model_dir = tmp_path_factory.mktemp("models") / "random"
     pack_random_model(model_dir)
     return model_dir

@@ -29,6 +29,7 @@ from glm53srv.engine.base import (
     StepStats,
 )
 from glm53srv.engine.sampler import SamplerBank
+from glm53srv.errors import EngineError
 
 SCRIPTED_LOGIT = 30.0
 """Height of a scripted token over all others, whose logits are 0: certain, unless the request bends it."""
@@ -50,35 +51,50 @@ class StepGate:
     """Holds steps in flight, so that a test can act while one runs.
 
     Give `gate.pass_through` to FakeEngine as before_step. hold() and open() are called by the test;
-    wait_until_held() blocks until a step stands at the gate (call it off the event loop).
+    wait_until_held() blocks until a step stands at the gate (where the event loop must go on, call it in
+    another thread).
     """
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
-        self._is_open = threading.Event()
-        self._is_open.set()
-        self._has_arrived = threading.Event()
+        self._from_step: int | None = None  # None: open
+        self._held_step: int | None = None
+        self._changed = threading.Condition()
 
-    def hold(self) -> None:
-        """Stop the next step that comes."""
-        self._has_arrived.clear()
-        self._is_open.clear()
+    def hold(self, from_step: int = 0) -> None:
+        """Stop steps from this id on; a held step below it goes."""
+        with self._changed:
+            self._from_step = from_step
+            self._changed.notify_all()
 
     def open(self) -> None:
         """Let the held step go, and all others."""
-        self._is_open.set()
+        with self._changed:
+            self._from_step = None
+            self._changed.notify_all()
 
-    def wait_until_held(self) -> None:
-        """Block until a step stands at the gate. Raises TimeoutError."""
-        if not self._has_arrived.wait(self._timeout_s):
-            raise TimeoutError("no step came to the gate")
+    def wait_until_held(self) -> int:
+        """Block until a step stands at the gate; returns its id. Raises TimeoutError."""
+        with self._changed:
+            self._changed.wait_for(self._is_holding, self._timeout_s)
+            if self._held_step is None or not self._is_holding():
+                raise TimeoutError("no step came to the gate")
+            return self._held_step
 
     def pass_through(self, plan: StepPlan) -> None:
         """Stand at the gate while it is held. Called on the engine thread, before each step."""
-        if not self._is_open.is_set():
-            self._has_arrived.set()
-        if not self._is_open.wait(self._timeout_s):
-            raise TimeoutError(f"step {plan.step_id} was never let through")
+        with self._changed:
+            self._held_step = plan.step_id
+            self._changed.notify_all()
+            is_let_through = self._changed.wait_for(lambda: not self._is_holding(), self._timeout_s)
+            self._held_step = None
+            if not is_let_through:
+                raise TimeoutError(f"step {plan.step_id} was never let through")
+
+    def _is_holding(self) -> bool:
+        if self._from_step is None or self._held_step is None:
+            return False
+        return self._held_step >= self._from_step
 
 
 class FakeEngine:
@@ -86,7 +102,8 @@ class FakeEngine:
 
     scripts: output token ids by request id; after its last one the first end id follows (for ever).
     Sequences without a script get deterministic pseudo-random logits of their tokens.
-    before_step: called on the engine thread with each plan; may block (StepGate) or raise.
+    before_step: called on the engine thread with each plan; may block (StepGate) or raise. fail_at_step: the
+    first step with this id or a later one raises EngineError.
     """
 
     def __init__(
@@ -95,11 +112,13 @@ class FakeEngine:
         *,
         scripts: Mapping[str, Sequence[int]] | None = None,
         before_step: Callable[[StepPlan], None] | None = None,
+        fail_at_step: int | None = None,
         costs: FakeCosts | None = None,
     ) -> None:
         self._limits = limits
         self._scripts = {} if scripts is None else scripts
         self._before_step = before_step
+        self._fail_at_step = fail_at_step
         self._costs = FakeCosts() if costs is None else costs
         self._sampler = SamplerBank(limits.vocab_size, limits.eos_token_ids)
         self._memory = PagedMemory(limits)
@@ -136,11 +155,13 @@ class FakeEngine:
         self._slots.clear()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Check and execute one step. Raises ContractViolation, or what before_step raises."""
+        """Check and execute one step. Raises ContractViolation; EngineError or more where told to."""
         _require(self._is_usable, "step after a failed step or after close")
         self._is_usable = False
         if self._before_step is not None:
             self._before_step(plan)
+        if self._fail_at_step is not None and plan.step_id >= self._fail_at_step:
+            raise EngineError(f"step {plan.step_id} was told to fail")
         _require(plan.step_id > self._last_step_id, f"step id {plan.step_id} after {self._last_step_id}")
         self._last_step_id = plan.step_id
         for slot in plan.release:
