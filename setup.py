@@ -1,6 +1,6 @@
 """Builds the native kernels with the package; everything else stands in pyproject.toml.
 
-cffi's own setuptools hook needs Python.h. This one goes through cffi_build, which does without it where it is missing.
+cffi's own setuptools hook needs Python.h. This one goes through cffi_build, which can do without it.
 """
 
 import os
