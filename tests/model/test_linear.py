@@ -45,7 +45,8 @@ def test_linear_that_the_kernels_refuse_is_named() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_plain_linear_multiplies_by_the_transpose(context: KernelContext, dtype: type, rows: int) -> None:
     rng = np.random.default_rng(3)
-    weight, x = rng.normal(size=(32, 256)).astype(dtype), rng.normal(size=(rows, 256)).astype(np.float32)
+    weight: NDArray[np.floating] = rng.normal(size=(32, 256)).astype(dtype)
+    x = rng.normal(size=(rows, 256)).astype(np.float32)
     expected = x.astype(np.float64) @ weight.astype(np.float64).T
     assert row_errors(FloatLinear(context, weight)(x), expected).max() < 1e-6
 
