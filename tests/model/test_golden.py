@@ -23,8 +23,8 @@ TOLERANCE = 1e-4
 TIE_GAP = 1e-6
 """Score gaps below this, relative to the largest score, are rounding of float32: either pool is right."""
 
-MOE_TOLERANCE = 3e-3
-"""The GPU hands activations over in fp16 and sums them partly in fp16; 1.1e-3 was seen per expert."""
+MOE_TOLERANCE = 2e-3
+"""The GPU hands activations over in fp16 and sums partly in fp16; 1.4e-3 was measured over these rows."""
 
 
 def test_logits_match_while_attention_is_dense(golden_decoder: Decoder, goldens: Goldens) -> None:
