@@ -9,7 +9,7 @@
 
 A chunk's streams (rows, 4, hidden) wait in the slot while decode steps of other slots run; nothing of the
 chunk depends on them, so a pause changes no bit. Decode rows are computed so that a row's bits do not depend
-on the other rows (model/ops.py), so a sequence gives the same tokens alone and in company.
+on the other rows (model/linear.py), so a sequence gives the same tokens alone and in company.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from glm53srv.engine.base import (
     DecodeRow,
@@ -34,9 +35,9 @@ from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
 from glm53srv.kernels import Isa, KernelPool, Precision
 from glm53srv.model.decoder import Decoder
-from glm53srv.model.linear import KernelContext
+from glm53srv.model.linear import BATCH_INVARIANT_ROWS, KernelContext
 from glm53srv.model.loading import load_decoder
-from glm53srv.model.ops import BATCH_INVARIANT_ROWS, F32
+from glm53srv.model.ops import F32
 from glm53srv.model.state import PAGE_TOKENS, PagedCache, SequenceState, view_of
 from glm53srv.model.vocabulary import count_token_ids
 
@@ -70,7 +71,10 @@ class EngineOptions:
 class CpuEngine:
     """Engine over a decoder. Every call comes from the engine thread, which also owns the kernel pool.
 
-    Use load(). The pool given to the constructor is closed by close().
+    Use load(). The pool given to the constructor is closed by close(). While an engine lives, numpy's BLAS
+    runs on one thread, in the whole process: its idle threads spin for the cores that the kernel pool needs
+    (512 tokens of prefill took 2.9 s with two BLAS threads and 0.35 s with one, on 2 busy cores of an EPYC
+    virtual machine, 2026-11), and its sums depend on their number.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class CpuEngine:
         self._slots: dict[int, _Slot] = {}
         self._free_states: list[SequenceState] = []
         self._is_usable = True
+        self._blas_limit = threadpool_limits(limits=1, user_api="blas")
 
     @classmethod
     def load(cls, model_dir: Path, options: EngineOptions, progress: Progress | None = None) -> CpuEngine:
@@ -144,6 +149,7 @@ class CpuEngine:
         self._slots.clear()
         self._free_states.clear()
         self._pool.close()
+        self._blas_limit.restore_original_limits()
 
     def step(self, plan: StepPlan) -> StepResult:
         """Execute one step. Raises EngineError, after which only close() may follow."""

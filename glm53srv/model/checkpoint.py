@@ -151,6 +151,12 @@ class Checkpoint:
         # A file may place float32 data at any byte; the kernels want whole words.
         return np.require(array, np.float32, ["C_CONTIGUOUS", "ALIGNED"])
 
+    def plain(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Give a weight as float32 or float16, as it is stored; bfloat16 becomes float32. Aligned."""
+        if self.info(name).dtype == "F16":
+            return np.require(self.raw(name, shape, ("F16",)), requirements=["ALIGNED"])
+        return self.float32(name, shape)
+
     def linear(self, need: LinearNeed) -> QuantizedLinear | PlainLinear:
         """Give a linear in the form in which it is stored. Plain weights: bfloat16 becomes float32."""
         if f"{need.key}.trellis" in self or need.must_be_quantized:
@@ -158,9 +164,7 @@ class Checkpoint:
         name, shape = f"{need.key}.weight", (need.out_features, need.in_features)
         if name not in self:
             raise CheckpointError(f"{self.model_dir}: {need.key}: has neither .trellis nor .weight")
-        array = self.raw(name, shape, FLOATS)
-        weight = bfloat16_to_float32(array) if self.info(name).dtype == "BF16" else array
-        return PlainLinear(need.key, weight)
+        return PlainLinear(need.key, self.plain(name, shape))
 
     def quantized(self, need: LinearNeed) -> QuantizedLinear:
         """Give a linear that must be stored in EXL3 form."""

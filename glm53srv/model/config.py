@@ -77,12 +77,11 @@ class IndexerConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Routed experts of the sparse layers; shared_size is the width of all shared experts together."""
+    """Routed experts of the sparse layers, and one shared expert of the same width."""
 
     num_experts: int
     top_k: int
     expert_size: int
-    shared_size: int
     normalize_weights: bool
     weight_scale: float
 
@@ -231,6 +230,7 @@ def _refuse_unsupported(text: JsonSection) -> None:
     text.require("qk_rope_head_dim", 0, "rotary positions are not supported")
     text.require("scoring_func", "sigmoid", "only a sigmoid router is supported")
     text.require("topk_method", "noaux_tc", "only noaux_tc routing is supported")
+    text.require("n_shared_experts", 1, "exactly one shared expert is supported")
     text.require("n_group", 1, "routing by groups is not supported")
     text.require("topk_group", 1, "routing by groups is not supported")
     text.require("index_kpool_compress", True, "only pooled indexer keys are supported")
@@ -277,9 +277,12 @@ def _kda(linear: JsonSection) -> KdaConfig:
     conv_kernel = linear.count("short_conv_kernel_size")
     if conv_kernel != 4:
         raise linear.error("short_conv_kernel_size", f"is {conv_kernel}; only 4 is supported")
+    head_dim = linear.count("head_dim")
+    if head_dim != 128:
+        raise linear.error("head_dim", f"is {head_dim}; the kernels are written for 128")
     return KdaConfig(
         num_heads=linear.count("num_heads"),
-        head_dim=linear.count("head_dim"),
+        head_dim=head_dim,
         conv_kernel=conv_kernel,
         gate_lower_bound=lower_bound,
     )
@@ -301,12 +304,10 @@ def _moe(text: JsonSection) -> MoeConfig:
     num_experts, top_k = text.count("n_routed_experts"), text.count("num_experts_per_tok")
     if top_k > num_experts:
         raise text.error("num_experts_per_tok", f"is {top_k}, more than n_routed_experts {num_experts}")
-    expert_size = text.count("moe_intermediate_size")
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
-        expert_size=expert_size,
-        shared_size=expert_size * text.count("n_shared_experts"),
+        expert_size=text.count("moe_intermediate_size"),
         normalize_weights=text.boolean("norm_topk_prob"),
         weight_scale=text.positive("routed_scaling_factor"),
     )

@@ -7,21 +7,22 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from glm53srv.kernels import HyperConnection
 from glm53srv.model.checkpoint import bfloat16_to_float32
 from glm53srv.model.config import ModelConfig
-from glm53srv.model.hyper_connection import HyperConnection
 from glm53srv.model.kda import KdaAttention
-from glm53srv.model.linear import Linear
+from glm53srv.model.linear import KernelContext, Linear
 from glm53srv.model.mla import MlaAttention, MlaCache
 from glm53srv.model.mlp import Mlp
-from glm53srv.model.ops import F32, rms_norm
+from glm53srv.model.norm import RmsNorm
+from glm53srv.model.ops import F32
 from glm53srv.model.state import PAGE_TOKENS, PagedCache, SequenceState, SequenceView, view_of
 
 
@@ -41,10 +42,10 @@ class Block:
     """One layer: an attention site, then a feed-forward site."""
 
     attention_site: HyperConnection
-    attention_norm: F32
+    attention_norm: RmsNorm
     attention: KdaAttention | MlaAttention
     mlp_site: HyperConnection
-    mlp_norm: F32
+    mlp_norm: RmsNorm
     mlp: Mlp
 
 
@@ -55,9 +56,16 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, embedding: Embedding, blocks: Sequence[Block], norm: F32, head: Linear
+        self,
+        context: KernelContext,
+        config: ModelConfig,
+        embedding: Embedding,
+        blocks: Sequence[Block],
+        norm: RmsNorm,
+        head: Linear,
     ) -> None:
         self.config = config
+        self._pool = context.pool
         self._embedding = embedding
         self._blocks = tuple(blocks)
         self._norm = norm
@@ -70,32 +78,32 @@ class Decoder:
 
     def prefill_block(self, layer: int, streams: F32, sequence: SequenceView, cache: PagedCache) -> F32:
         """Run one block over the next tokens of one sequence, whose state in this layer is moved on."""
-        block = self._blocks[layer]
-        mix = block.attention_site.mix(streams)
-        x = rms_norm(mix.read, block.attention_norm, self.config.rms_norm_eps)
-        if isinstance(block.attention, KdaAttention):
-            y = block.attention.prefill(x, sequence.state.kda[layer])
-        else:
-            y = block.attention.prefill(x, _mla_cache(layer, sequence, cache))
-        return self._feed_forward(block, block.attention_site.write(streams, mix, y))
+
+        def attend(x: F32) -> F32:
+            attention = self._blocks[layer].attention
+            if isinstance(attention, KdaAttention):
+                return attention(x, [sequence.state.kda[layer]])
+            return attention.prefill(x, _mla_cache(layer, sequence, cache))
+
+        return self._run(self._blocks[layer], streams, attend)
 
     def decode_block(
         self, layer: int, streams: F32, sequences: Sequence[SequenceView], cache: PagedCache
     ) -> F32:
         """Run one block over one token of each sequence; row i belongs to sequences[i]."""
-        block = self._blocks[layer]
-        mix = block.attention_site.mix(streams)
-        x = rms_norm(mix.read, block.attention_norm, self.config.rms_norm_eps)
-        if isinstance(block.attention, KdaAttention):
-            y = block.attention.decode(x, [sequence.state.kda[layer] for sequence in sequences])
-        else:
-            y = block.attention.decode(x, [_mla_cache(layer, sequence, cache) for sequence in sequences])
-        return self._feed_forward(block, block.attention_site.write(streams, mix, y))
+
+        def attend(x: F32) -> F32:
+            attention = self._blocks[layer].attention
+            if isinstance(attention, KdaAttention):
+                return attention(x, [sequence.state.kda[layer] for sequence in sequences])
+            return attention.decode(x, [_mla_cache(layer, sequence, cache) for sequence in sequences])
+
+        return self._run(self._blocks[layer], streams, attend)
 
     def logits(self, streams: F32) -> F32:
         """Give the logits (rows, vocab) of the tokens whose streams (rows, 4, hidden) left the last block."""
         mean = streams.mean(axis=1, dtype=np.float32)
-        return self._head(rms_norm(mean, self._norm, self.config.rms_norm_eps))
+        return self._head(self._norm(mean))
 
     def block(self, layer: int, streams: F32) -> F32:
         """Run one block over a whole sequence from its start, streams (rows, 4, hidden). For checks."""
@@ -115,10 +123,15 @@ class Decoder:
         state = SequenceState(self.config)
         return view_of(state, range(num_pages), 0), PagedCache(self.config, num_pages)
 
-    def _feed_forward(self, block: Block, streams: F32) -> F32:
-        mix = block.mlp_site.mix(streams)
-        y = block.mlp(rms_norm(mix.read, block.mlp_norm, self.config.rms_norm_eps))
-        return block.mlp_site.write(streams, mix, y)
+    def _run(self, block: Block, streams: F32, attend: Callable[[F32], F32]) -> F32:
+        """Run both sites of a block: each reads one mixture of the streams and writes back into all."""
+        pool = self._pool
+        read, post, comb = pool.mhc_site(streams, block.attention_site)
+        y = attend(block.attention_norm(read))
+        streams = pool.mhc_apply(streams, y, post, comb)
+        read, post, comb = pool.mhc_site(streams, block.mlp_site)
+        y = block.mlp(block.mlp_norm(read))
+        return pool.mhc_apply(streams, y, post, comb)
 
 
 def _mla_cache(layer: int, sequence: SequenceView, cache: PagedCache) -> MlaCache:

@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 
 from glm53srv.model.config import IndexerConfig
 from glm53srv.model.linear import Linear
-from glm53srv.model.ops import F32, layer_norm, softmax
+from glm53srv.model.norm import LayerNorm
+from glm53srv.model.ops import F32, softmax
 from glm53srv.model.state import PagedRows, PoolTail, SequenceView
 
-_KEY_NORM_EPS = 1e-6
+KEY_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerWeights:
-    """The parts of one indexer. position_bias: (kpool, head_dim). key_norm_*: (head_dim,). All float32."""
+    """The parts of one indexer. position_bias: float32 (kpool, head_dim)."""
 
     query: Linear
     key: Linear
     gate: Linear
     head_weights: Linear
-    key_norm_weight: F32
-    key_norm_bias: F32
+    key_norm: LayerNorm
     position_bias: F32
 
 
@@ -59,9 +59,7 @@ class Indexer:
 
     def keys(self, x: F32) -> tuple[F32, F32]:
         """Give the raw key and gate rows of tokens x (rows, hidden), each (rows, head_dim)."""
-        weights = self._weights
-        key = layer_norm(weights.key(x), weights.key_norm_weight, weights.key_norm_bias, _KEY_NORM_EPS)
-        return key, weights.gate(x)
+        return self._weights.key_norm(self._weights.key(x)), self._weights.gate(x)
 
     def store(self, keys: F32, gates: F32, tail: PoolTail, pooled: PagedRows, sequence: SequenceView) -> None:
         """Add the next tokens of a sequence: pool what is complete, keep the rest in the slot's tail."""

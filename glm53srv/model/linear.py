@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from glm53srv.errors import CheckpointError
 from glm53srv.kernels import Codebook, Exl3Matrix, ExpertTable, KernelPool, Precision
 from glm53srv.model.checkpoint import Checkpoint, CodebookName, LinearNeed, PlainLinear, QuantizedLinear
-from glm53srv.model.ops import F32, matmul_rows
+from glm53srv.model.ops import F32
 
 _CODEBOOKS = {
     CodebookName.DEFAULT: Codebook.DEFAULT,
@@ -21,8 +21,15 @@ _CODEBOOKS = {
 }
 
 
+BATCH_INVARIANT_ROWS = 8
+"""Up to so many rows in a call, the bits of a row depend on that row alone (native/include/glm53_kernels.h).
+
+Decoding relies on it: a sequence gives the same tokens alone and in a batch.
+"""
+
+
 class Linear(Protocol):
-    """x float32 (rows, in) -> float32 (rows, out). Up to 8 rows: a row's bits do not depend on the others."""
+    """x float32 (rows, in) -> float32 (rows, out). Batch invariant up to BATCH_INVARIANT_ROWS rows."""
 
     def __call__(self, x: F32) -> F32: ...
 
@@ -47,13 +54,14 @@ class Exl3Linear:
 
 
 class FloatLinear:
-    """A plain linear with weights (out, in) widened to float32."""
+    """A plain linear. weight: float32 or float16 (out, in), contiguous; multiplied in float32."""
 
-    def __init__(self, weight: NDArray[Any]) -> None:
-        self._weight_t = np.ascontiguousarray(weight.T, np.float32)
+    def __init__(self, context: KernelContext, weight: NDArray[Any]) -> None:
+        self._context = context
+        self._weight = weight
 
     def __call__(self, x: F32) -> F32:
-        return matmul_rows(x, self._weight_t)
+        return self._context.pool.plain_linear(x, self._weight)
 
 
 class GatedMlps:
@@ -78,7 +86,7 @@ def load_linear(context: KernelContext, checkpoint: Checkpoint, need: LinearNeed
     """Give a linear in the form that the checkpoint has."""
     stored = checkpoint.linear(need)
     if isinstance(stored, PlainLinear):
-        return FloatLinear(stored.weight)
+        return FloatLinear(context, stored.weight)
     return Exl3Linear(context, to_matrix(stored))
 
 

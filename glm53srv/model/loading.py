@@ -7,15 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
+from glm53srv.kernels import HyperConnection
 from glm53srv.model.checkpoint import FLOATS, Checkpoint, LinearNeed, TensorNeed
 from glm53srv.model.config import AttentionKind, MlpKind, ModelConfig, load_model_config
 from glm53srv.model.decoder import Block, Decoder, Embedding
-from glm53srv.model.hyper_connection import HyperConnection
-from glm53srv.model.indexer import Indexer, IndexerWeights
+from glm53srv.model.indexer import KEY_NORM_EPS, Indexer, IndexerWeights
 from glm53srv.model.kda import KdaAttention, KdaWeights
 from glm53srv.model.linear import FloatLinear, GatedMlps, KernelContext, Linear, load_linear, load_mlps
 from glm53srv.model.mla import MlaAttention, MlaWeights
 from glm53srv.model.mlp import DenseMlp, Mlp, Router, SparseMlp
+from glm53srv.model.norm import LayerNorm, RmsNorm
 from glm53srv.model.ops import F32
 from glm53srv.model.tensor_needs import EMBEDDING, FINAL_NORM, LM_HEAD, all_needs, layer_needs, layer_prefix
 
@@ -40,10 +41,10 @@ def load_decoder(model_dir: Path, context: KernelContext, progress: Progress | N
         report(0.15 + 0.85 * layer / config.num_layers, f"layer {layer + 1} of {config.num_layers}")
         blocks.append(_LayerReader(config, checkpoint, context, layer).block())
     table = checkpoint.raw(EMBEDDING, (config.vocab_size, config.hidden_size), FLOATS)
-    norm = checkpoint.float32(FINAL_NORM, (config.hidden_size,))
+    norm = RmsNorm(context, checkpoint.float32(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
     head = load_linear(context, checkpoint, LinearNeed(LM_HEAD, config.hidden_size, config.vocab_size))
     report(1.0, "ready")
-    return Decoder(config, Embedding(table), blocks, norm, head)
+    return Decoder(context, config, Embedding(table), blocks, norm, head)
 
 
 class _LayerReader:
@@ -71,16 +72,23 @@ class _LayerReader:
         is_dense = self._config.mlp_kinds[self._layer] is MlpKind.DENSE
         return Block(
             attention_site=self._site("hc_attn"),
-            attention_norm=self._tensor("input_layernorm.weight"),
+            attention_norm=self._norm("input_layernorm.weight"),
             attention=self._kda() if is_kda else self._mla(),
             mlp_site=self._site("hc_ffn"),
-            mlp_norm=self._tensor("post_attention_layernorm.weight"),
+            mlp_norm=self._norm("post_attention_layernorm.weight"),
             mlp=DenseMlp(self._networks(["mlp"])) if is_dense else self._sparse_mlp(),
         )
 
     def _tensor(self, name: str) -> F32:
         full_name = f"{self._prefix}.{name}"
         return self._checkpoint.float32(full_name, self._shapes[full_name])
+
+    def _norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self._context, self._tensor(name), self._config.rms_norm_eps)
+
+    def _plain(self, name: str) -> FloatLinear:
+        full_name = f"{self._prefix}.{name}"
+        return FloatLinear(self._context, self._checkpoint.plain(full_name, self._shapes[full_name]))
 
     def _linear(self, key: str) -> Linear:
         return load_linear(self._context, self._checkpoint, self._linears[f"{self._prefix}.{key}"])
@@ -107,7 +115,7 @@ class _LayerReader:
         kda = self._config.kda
         weights = KdaWeights(
             qkv=self._linear("self_attn.qkv_proj"),
-            conv=self._tensor("self_attn.conv1d.weight")[:, 0, :],
+            taps=np.ascontiguousarray(self._tensor("self_attn.conv1d.weight")[:, 0].T),
             forget_a=self._linear("self_attn.f_a_proj"),
             forget_b=self._linear("self_attn.f_b_proj"),
             decay_rate=np.exp(self._tensor("self_attn.A_log"))[:, None],
@@ -115,10 +123,10 @@ class _LayerReader:
             beta=self._linear("self_attn.b_proj"),
             gate_a=self._linear("self_attn.g_a_proj"),
             gate_b=self._linear("self_attn.g_b_proj"),
-            o_norm=self._tensor("self_attn.o_norm.weight"),
+            output_norm=self._norm("self_attn.o_norm.weight"),
             output=self._linear("self_attn.o_proj"),
         )
-        return KdaAttention(kda, weights, self._config.rms_norm_eps)
+        return KdaAttention(self._context, kda, weights)
 
     def _mla(self) -> MlaAttention:
         mla = self._config.mla
@@ -126,33 +134,34 @@ class _LayerReader:
         up = up.reshape(mla.num_heads, mla.nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         weights = MlaWeights(
             query_a=self._linear("self_attn.q_a_proj"),
-            query_norm=self._tensor("self_attn.q_a_layernorm.weight"),
+            query_norm=self._norm("self_attn.q_a_layernorm.weight"),
             query_b=self._linear("self_attn.q_b_proj"),
             latent=self._linear("self_attn.kv_a_proj_with_mqa"),
-            latent_norm=self._tensor("self_attn.kv_a_layernorm.weight"),
+            latent_norm=self._norm("self_attn.kv_a_layernorm.weight"),
             key_up=np.ascontiguousarray(up[:, : mla.nope_head_dim]),
             value_up=np.ascontiguousarray(up[:, mla.nope_head_dim :].swapaxes(1, 2)),
             output=self._linear("self_attn.o_proj"),
         )
-        return MlaAttention(mla, weights, self._indexer(), self._config.rms_norm_eps)
+        return MlaAttention(mla, weights, self._indexer())
 
     def _indexer(self) -> Indexer:
         weights = IndexerWeights(
             query=self._linear("self_attn.indexer.wq_b"),
             key=self._linear("self_attn.indexer.wk"),
-            gate=FloatLinear(self._tensor("self_attn.indexer.index_kpool_compress_gate")),
+            gate=self._plain("self_attn.indexer.index_kpool_compress_gate"),
             head_weights=self._linear("self_attn.indexer.weights_proj"),
-            key_norm_weight=self._tensor("self_attn.indexer.k_norm.weight"),
-            key_norm_bias=self._tensor("self_attn.indexer.k_norm.bias"),
+            key_norm=LayerNorm(
+                self._tensor("self_attn.indexer.k_norm.weight"),
+                self._tensor("self_attn.indexer.k_norm.bias"),
+                KEY_NORM_EPS,
+            ),
             position_bias=self._tensor("self_attn.indexer.index_kpool_compress_ape"),
         )
         return Indexer(self._config.indexer, weights)
 
     def _sparse_mlp(self) -> Mlp:
         moe = self._config.moe
-        logits = FloatLinear(self._tensor("mlp.gate.weight"))
-        return SparseMlp(
-            Router(moe, logits, self._tensor("mlp.gate.e_score_correction_bias")),
-            self._networks([f"mlp.experts.{expert}" for expert in range(moe.num_experts)]),
-            DenseMlp(self._networks(["mlp.shared_experts"])),
-        )
+        logits = self._plain("mlp.gate.weight")
+        router = Router(moe, logits, self._tensor("mlp.gate.e_score_correction_bias"))
+        routed = [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+        return SparseMlp(router, self._networks([*routed, "mlp.shared_experts"]))

@@ -14,7 +14,8 @@ import numpy as np
 from glm53srv.model.config import MlaConfig
 from glm53srv.model.indexer import Indexer, IndexQueries
 from glm53srv.model.linear import Linear
-from glm53srv.model.ops import F32, rms_norm, softmax
+from glm53srv.model.norm import RmsNorm
+from glm53srv.model.ops import F32, softmax
 from glm53srv.model.state import LayerPages, PoolTail, SequenceView
 
 _QUERY_BLOCK = 64
@@ -27,10 +28,10 @@ class MlaWeights:
     norms."""
 
     query_a: Linear
-    query_norm: F32
+    query_norm: RmsNorm
     query_b: Linear
     latent: Linear
-    latent_norm: F32
+    latent_norm: RmsNorm
     key_up: F32
     value_up: F32
     output: Linear
@@ -60,11 +61,10 @@ class _Inputs:
 class MlaAttention:
     """One latent attention layer with its indexer. Stateless: caches come with each call."""
 
-    def __init__(self, config: MlaConfig, weights: MlaWeights, indexer: Indexer, norm_eps: float) -> None:
+    def __init__(self, config: MlaConfig, weights: MlaWeights, indexer: Indexer) -> None:
         self._config = config
         self._weights = weights
         self._indexer = indexer
-        self._norm_eps = norm_eps
         self._scale = np.float32(config.nope_head_dim**-0.5)
 
     def prefill(self, x: F32, cache: MlaCache) -> F32:
@@ -101,13 +101,13 @@ class MlaAttention:
 
     def _inputs(self, x: F32) -> _Inputs:
         weights = self._weights
-        latent_queries = rms_norm(weights.query_a(x), weights.query_norm, self._norm_eps)
+        latent_queries = weights.query_norm(weights.query_a(x))
         queries = weights.query_b(latent_queries)
         keys, gates = self._indexer.keys(x)
         return _Inputs(
             queries=queries.reshape(len(x), self._config.num_heads, self._config.nope_head_dim),
             latent_queries=latent_queries,
-            latents=rms_norm(weights.latent(x), weights.latent_norm, self._norm_eps),
+            latents=weights.latent_norm(weights.latent(x)),
             keys=keys,
             gates=gates,
         )

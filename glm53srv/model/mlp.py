@@ -32,7 +32,10 @@ class DenseMlp:
 
 
 class Router:
-    """Chooses top_k experts of each token and their weights. correction_bias: (num_experts,) float32."""
+    """Chooses top_k experts of each token and their weights, and adds the shared expert to each.
+
+    correction_bias: (num_experts,) float32. The shared expert has index num_experts.
+    """
 
     def __init__(self, config: MoeConfig, logits: Linear, correction_bias: F32) -> None:
         self._config = config
@@ -40,28 +43,33 @@ class Router:
         self._correction_bias = correction_bias
 
     def __call__(self, x: F32) -> tuple[NDArray[np.int32], F32]:
-        """Give picks (rows, top_k), best first, and weights (rows, top_k).
+        """Give picks and weights (rows, top_k + 1): the routed experts, best first, and the shared one.
 
         The bias decides who is picked and has no part in the weights; equal scores go to the lower index.
         """
         config = self._config
         scores = sigmoid(self._logits(x))
         ranked = np.argsort(-(scores + self._correction_bias), axis=1, kind="stable")
-        picks = ranked[:, : config.top_k].astype(np.int32)
-        weights = np.take_along_axis(scores, picks, axis=1)
+        picks = np.full((len(x), config.top_k + 1), config.num_experts, np.int32)
+        picks[:, :-1] = ranked[:, : config.top_k]
+        weights = np.ones((len(x), config.top_k + 1), np.float32)
+        routed = np.take_along_axis(scores, picks[:, :-1], axis=1)
         if config.normalize_weights:
-            weights = weights / (weights.sum(axis=1, keepdims=True, dtype=np.float32) + _TINY)
-        return picks, weights * np.float32(config.weight_scale)
+            routed /= routed.sum(axis=1, keepdims=True, dtype=np.float32) + _TINY
+        np.multiply(routed, np.float32(config.weight_scale), out=weights[:, :-1])
+        return picks, weights
 
 
 class SparseMlp:
-    """Routed experts plus a shared network that every token passes."""
+    """Routed experts plus a shared one that every token passes with weight 1.
 
-    def __init__(self, router: Router, experts: GatedMlps, shared: DenseMlp) -> None:
+    experts: the routed ones and, after them, the shared one, so that one call computes all.
+    """
+
+    def __init__(self, router: Router, experts: GatedMlps) -> None:
         self._router = router
         self._experts = experts
-        self._shared = shared
 
     def __call__(self, x: F32) -> F32:
         picks, weights = self._router(x)
-        return self._experts(x, picks, weights) + self._shared(x)
+        return self._experts(x, picks, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glm53srv.model.config import MlpKind, ModelConfig
+from glm53srv.model.config import ModelConfig
 from glm53srv.model.state import PAGE_TOKENS
 
 _F32 = 4
@@ -15,8 +15,8 @@ class MemoryPlan:
     """Bytes by purpose.
 
     mapped: weights read in place from the files; they count as page cache, and speed needs them to stay
-    there. converted: small weights held as float32. cache: the paged cache when every page is in use. state:
-    of all slots. activations: the largest arrays of one prefill chunk.
+    there. converted: weights of latent attention held as float32. cache: the paged cache when every page is
+    in use. state: of all slots. activations: the largest arrays of one prefill chunk.
     """
 
     mapped_bytes: int
@@ -65,20 +65,9 @@ def state_bytes(config: ModelConfig) -> int:
 
 
 def _converted_values(config: ModelConfig) -> int:
-    hidden, kda, mla, indexer = config.hidden_size, config.kda, config.mla, config.indexer
-    streams = config.hc.num_streams
-    site = streams * (2 + streams) * streams * hidden
-    per_kda = 2 * kda.head_dim * (hidden + kda.width) + hidden * kda.num_heads
-    up = mla.num_heads * (mla.nope_head_dim + mla.v_head_dim) * mla.kv_lora_rank
-    per_mla = up + hidden * (2 * indexer.head_dim + indexer.num_heads)
-    num_sparse = config.mlp_kinds.count(MlpKind.SPARSE)
-    per_sparse = hidden * config.moe.num_experts
-    return (
-        2 * config.num_layers * site
-        + len(config.kda_layers) * per_kda
-        + len(config.mla_layers) * per_mla
-        + num_sparse * per_sparse
-    )
+    mla = config.mla
+    up_projections = mla.num_heads * (mla.nope_head_dim + mla.v_head_dim) * mla.kv_lora_rank
+    return len(config.mla_layers) * up_projections
 
 
 def _activation_values_per_token(config: ModelConfig) -> int:

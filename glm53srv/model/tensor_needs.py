@@ -106,4 +106,4 @@ def _moe_needs(config: ModelConfig, prefix: str) -> Iterator[Need]:
     yield TensorNeed(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,))
     for expert in range(moe.num_experts):
         yield from mlp_needs(f"{prefix}.experts.{expert}", hidden, moe.expert_size)
-    yield from mlp_needs(f"{prefix}.shared_experts", hidden, moe.shared_size)
+    yield from mlp_needs(f"{prefix}.shared_experts", hidden, moe.expert_size)

@@ -102,6 +102,7 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("text_config.rms_norm_eps is 'small'; must be a number", _text(rms_norm_eps="small")),
     ("text_config.norm_topk_prob is 1; must be true or false", _text(norm_topk_prob=1)),
     ("text_config.qk_rope_head_dim is 64; rotary positions are not supported", _text(qk_rope_head_dim=64)),
+    ("text_config.n_shared_experts is 2; exactly one shared", _text(n_shared_experts=2)),
     ("text_config.n_group is 8; routing by groups is not supported", _text(n_group=8)),
     (
         "text_config.scoring_func is 'softmax'; only a sigmoid router is supported",
@@ -130,6 +131,7 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("text_config.indexer_types[0] is 'shared'; only full indexers", _text(indexer_types=["shared"] * 8)),
     ("linear_attn_config.kda_layers does not name the same layers", _linear(kda_layers=[0, 1])),
     ("linear_attn_config.full_attn_layers does not name the same layers", _linear(full_attn_layers=[0])),
+    ("linear_attn_config.head_dim is 64; the kernels are written for 128", _linear(head_dim=64)),
     ("linear_attn_config.gate_lower_bound is missing", _linear(gate_lower_bound=None)),
     ("linear_attn_config.gate_lower_bound is 5.0; must be below 0", _linear(gate_lower_bound=5.0)),
     (

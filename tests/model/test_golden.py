@@ -9,7 +9,7 @@ from glm53srv.model.checkpoint import Checkpoint, LinearNeed, QuantizedLinear
 from glm53srv.model.config import load_model_config
 from glm53srv.model.decoder import Decoder
 from glm53srv.model.linear import FloatLinear, KernelContext, load_linear, load_mlps, to_matrix
-from glm53srv.model.mlp import DenseMlp, Router
+from glm53srv.model.mlp import Router
 from glm53srv.model.tensor_needs import layer_prefix, mlp_needs
 from reference.model import ReferenceModel
 from tests.model.goldens import Goldens, row_errors
@@ -23,8 +23,8 @@ TOLERANCE = 1e-4
 TIE_GAP = 1e-6
 """Score gaps below this, relative to the largest score, are rounding of float32: either pool is right."""
 
-MOE_TOLERANCE = 3e-3
-"""The GPU hands activations over in fp16 and sums them partly in fp16; 1.1e-3 was seen per expert."""
+MOE_TOLERANCE = 2e-3
+"""The GPU hands activations over in fp16 and sums partly in fp16; 1.4e-3 was measured over these rows."""
 
 
 def test_logits_match_while_attention_is_dense(golden_decoder: Decoder, goldens: Goldens) -> None:
@@ -83,13 +83,16 @@ def test_sparse_layer_matches_the_gpu(goldens: Goldens, context: KernelContext, 
     layer = SparseLayer(goldens, context)
     x = goldens.gpu[f"moe{rows}.x"].astype(np.float32)
     picks, weights = layer.router(x)
-    y = layer.experts(x, picks, weights) + layer.shared(x)
+    y = layer.experts(x, picks, weights)
     assert row_errors(y, goldens.gpu[f"moe{rows}.y"]).max() < MOE_TOLERANCE
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_router_agrees_with_the_gpu(goldens: Goldens, context: KernelContext, rows: int) -> None:
     picks, weights = SparseLayer(goldens, context).router(goldens.gpu[f"moe{rows}.x"].astype(np.float32))
+    assert (picks[:, -1] == 32).all()  # the shared expert, after the routed ones
+    assert (weights[:, -1] == 1).all()
+    picks, weights = picks[:, :-1], weights[:, :-1]
     by_id = np.take_along_axis(weights, np.argsort(picks, axis=1), axis=1)
     gpu_picks = goldens.gpu[f"moe{rows}.sel"]
     gpu_by_id = np.take_along_axis(goldens.gpu[f"moe{rows}.w"], np.argsort(gpu_picks, axis=1), axis=1)
@@ -100,10 +103,12 @@ def test_router_agrees_with_the_gpu(goldens: Goldens, context: KernelContext, ro
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_pick_of_weight_zero_is_left_out(goldens: Goldens, context: KernelContext, rows: int) -> None:
     layer = SparseLayer(goldens, context)
-    x, picks = goldens.gpu[f"moe{rows}.x"].astype(np.float32), goldens.gpu[f"moe{rows}.sel"].astype(np.int32)
-    weights = goldens.gpu[f"moe{rows}.w"].astype(np.float32)
+    x = goldens.gpu[f"moe{rows}.x"].astype(np.float32)
+    shared = np.full((rows, 1), 32, np.int32)
+    picks = np.concatenate([goldens.gpu[f"moe{rows}.sel"].astype(np.int32), shared], axis=1)
+    weights = np.concatenate([goldens.gpu[f"moe{rows}.w"], np.ones((rows, 1))], axis=1).astype(np.float32)
     weights[:, 1] = 0
-    y = layer.experts(x, picks, weights) + layer.shared(x)
+    y = layer.experts(x, picks, weights)
     assert row_errors(y, goldens.gpu[f"moe{rows}.y_mask1"]).max() < MOE_TOLERANCE
 
 
@@ -116,11 +121,7 @@ class SparseLayer:
         prefix, hidden, moe = f"{layer_prefix(2)}.mlp", config.hidden_size, config.moe
         bias = checkpoint.float32(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,))
         gate = checkpoint.float32(f"{prefix}.gate.weight", (moe.num_experts, hidden))
-        self.router = Router(moe, FloatLinear(gate), bias)
-        needs = [
-            tuple(mlp_needs(f"{prefix}.experts.{expert}", hidden, moe.expert_size))
-            for expert in range(moe.num_experts)
-        ]
+        self.router = Router(moe, FloatLinear(context, gate), bias)
+        names = [*(f"experts.{expert}" for expert in range(moe.num_experts)), "shared_experts"]
+        needs = [tuple(mlp_needs(f"{prefix}.{name}", hidden, moe.expert_size)) for name in names]
         self.experts = load_mlps(context, checkpoint, needs, config.swiglu_limit)
-        shared_needs = tuple(mlp_needs(f"{prefix}.shared_experts", hidden, moe.shared_size))
-        self.shared = DenseMlp(load_mlps(context, checkpoint, [shared_needs], config.swiglu_limit))

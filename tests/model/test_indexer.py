@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from glm53srv.model.config import IndexerConfig, load_model_config
-from glm53srv.model.indexer import Indexer, IndexerWeights, best_pools, pool_keys
+from glm53srv.model.indexer import KEY_NORM_EPS, Indexer, IndexerWeights, best_pools, pool_keys
+from glm53srv.model.norm import LayerNorm
 from glm53srv.model.ops import F32
 from glm53srv.model.state import PagedRows, PoolTail, SequenceState, SequenceView, view_of
 
@@ -28,8 +29,7 @@ def make_indexer(topk_tokens: int) -> Indexer:
         key=no_linear,
         gate=no_linear,
         head_weights=no_linear,
-        key_norm_weight=np.ones(WIDTH, np.float32),
-        key_norm_bias=np.zeros(WIDTH, np.float32),
+        key_norm=LayerNorm(np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32), KEY_NORM_EPS),
         position_bias=POSITION_BIAS,
     )
     return Indexer(IndexerConfig(num_heads=2, head_dim=WIDTH, topk_tokens=topk_tokens, kpool=KPOOL), weights)

@@ -1,22 +1,22 @@
-"""Linear attention: blocks of tokens, single steps and the float64 recurrence agree."""
+"""Linear attention as the model calls it: the float64 recurrence, in one piece and cut anywhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from glm53srv.model.kda import kda_blocks, kda_step
+from glm53srv.model.linear import KernelContext
 from reference.model import kda_recurrence
 from tests.model.goldens import row_errors
 
 HEADS, DIM = 3, 128
-BLOCK = 16
 
 TOLERANCE = 2e-5
-"""float32 with sums of 128 products and 16 dependent rows per block; 1e-6 is typical."""
+"""float32 with sums of 128 products, carried through 67 updates of the state; 1e-6 is typical."""
 
 
 @dataclass(frozen=True)
@@ -58,39 +58,30 @@ def start_state() -> NDArray[np.float32]:
     return np.random.default_rng(9).normal(size=(HEADS, DIM, DIM)).astype(np.float32)
 
 
-def run_blocks(tokens: Tokens, state: NDArray[np.float32], part: slice) -> NDArray[np.float32]:
+def run(
+    context: KernelContext, tokens: Tokens, state: NDArray[np.float32], part: slice
+) -> NDArray[np.float32]:
     inputs = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
-    q, k, v, g, beta = (values[part] for values in inputs)
-    return kda_blocks(q, k, v, g, beta, state, BLOCK)
+    q, k, v, g, beta = (values[None, part] for values in inputs)
+    return np.asarray(context.pool.kda([state], q, k, v, g, beta)[0], np.float32)
 
 
-# The strongest decay a token can have is -5; a block of it spans e^-80, more than float32 can divide by.
-@pytest.mark.parametrize(
-    "decay", [(-0.1, 0.0), (-5.0, 0.0), (-5.0, -4.99)], ids=["slow", "mixed", "strongest"]
-)
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 67])
-def test_blocks_follow_the_recurrence(count: int, decay: tuple[float, float]) -> None:
+# The strongest decay a token can have is -5.
+@pytest.mark.parametrize("decay", [(-0.1, 0.0), (-5.0, 0.0), (-5.0, -4.99)])
+@pytest.mark.parametrize("count", [1, 2, 17, 67])
+def test_tokens_follow_the_recurrence(context: KernelContext, count: int, decay: tuple[float, float]) -> None:
     tokens, state = draw(count, decay), start_state()
     expected, expected_state = reference(tokens, state)
-    out = run_blocks(tokens, state, slice(0, count))
-    assert out.shape == (count, HEADS, DIM)
+    out = run(context, tokens, state, slice(0, count))
     assert row_errors(out, expected).max() < TOLERANCE
     assert row_errors(state, expected_state).max() < TOLERANCE
 
 
-def test_steps_follow_the_recurrence() -> None:
-    tokens, state = draw(20, (-5.0, 0.0)), start_state()
-    expected, expected_state = reference(tokens, state)
-    for i in range(20):
-        out = kda_step(tokens.q[i], tokens.k[i], tokens.v[i], tokens.g[i], tokens.beta[i], state)
-        assert row_errors(out[None], expected[i][None]).max() < TOLERANCE
-    assert row_errors(state, expected_state).max() < TOLERANCE
-
-
-@pytest.mark.parametrize("cut", [1, 16, 30, 47])
-def test_a_sequence_cut_anywhere_gives_the_same(cut: int) -> None:
-    tokens, state = draw(48, (-3.0, 0.0)), start_state()
-    expected, expected_state = reference(tokens, state)
-    outs = [run_blocks(tokens, state, part) for part in (slice(0, cut), slice(cut, 48))]
-    assert row_errors(np.concatenate(outs), expected).max() < TOLERANCE
-    assert row_errors(state, expected_state).max() < TOLERANCE
+@pytest.mark.parametrize("cuts", [(1,), (16,), (30, 31), tuple(range(1, 48))])
+def test_a_sequence_cut_anywhere_gives_the_same_bits(context: KernelContext, cuts: tuple[int, ...]) -> None:
+    tokens, state, whole_state = draw(48, (-3.0, 0.0)), start_state(), start_state()
+    whole = run(context, tokens, whole_state, slice(0, 48))
+    borders = pairwise((0, *cuts, 48))
+    parts = [run(context, tokens, state, slice(begin, end)) for begin, end in borders]
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert np.array_equal(state, whole_state)
