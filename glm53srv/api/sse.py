@@ -134,9 +134,9 @@ class EventStream:
         self._comment = None
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, watch: DisconnectWatch, send: Send) -> None:
-        """Call again when the next deadline may have passed."""
-        deadline = self._deadline_s()
-        self._timer = loop.call_later(max(0.0, deadline - self._now()), self._tick, loop, watch, send)
+        """Call again at the deadline; a write that ends meanwhile may bring it nearer, so look in between."""
+        delay_s = min(self._deadline_s() - self._now(), self._times.keep_alive_s)
+        self._timer = loop.call_later(max(0.0, delay_s), self._tick, loop, watch, send)
 
     def _deadline_s(self) -> float:
         if self._sending_since_s is not None:
