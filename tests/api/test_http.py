@@ -1,0 +1,284 @@
+"""The server on a socket: the openai client, raw connections, and hypercorn's own command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from glm53srv.engine.base import StepPlan
+from glm53srv.engine.fake import StepGate
+from tests.api.harness import MODEL
+from tests.api.http_server import HttpServer, LogWatch
+
+QUESTION: list[Any] = [{"role": "user", "content": "hello"}]
+ENDLESS: dict[str, Any] = {"max_tokens": 100_000, "ignore_eos": True}
+
+
+def client_of(http: HttpServer, request_id: str = "r") -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=http.base_url + "/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=20.0,
+        default_headers={"x-request-id": request_id},
+    )
+
+
+def request_bytes(request_id: str = "raw", **fields: Any) -> bytes:
+    body = json.dumps({"messages": QUESTION, "stream": True, **fields}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-request-id: {request_id}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def read_until(connection: socket.socket, needle: bytes) -> bytes:
+    data = b""
+    while needle not in data:
+        chunk = connection.recv(65536)
+        assert chunk, data
+        data += chunk
+    return data
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while chunk := connection.recv(65536):
+        data += chunk
+    return data
+
+
+def test_openai_client_streams_reasoning_content_usage_and_logprobs() -> None:
+    with HttpServer() as http, client_of(http) as client:
+        http.server.script("r", "I think.</think>Hello 🙂!")
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
+            top_logprobs=1,
+        )
+        reasoning = content = ""
+        entries = []
+        finishes = []
+        usage = None
+        for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                reasoning += getattr(choice.delta, "reasoning_content", "") or ""
+                content += choice.delta.content or ""
+                entries += (choice.logprobs.content or []) if choice.logprobs else []
+                finishes.append(choice.finish_reason)
+        assert (reasoning, content) == ("I think.", "Hello 🙂!")
+        assert [f for f in finishes if f] == ["stop"]
+        assert usage is not None
+        assert usage.completion_tokens == len(entries) + 1
+        assert b"".join(bytes(e.bytes or []) for e in entries).decode() == "I think.</think>Hello 🙂!"
+        details = usage.completion_tokens_details
+        assert details is not None
+        assert details.reasoning_tokens == [entry.token for entry in entries].index("</think>") + 1
+        whole = client.chat.completions.create(model=MODEL, messages=QUESTION)
+        assert whole.choices[0].message.content == content
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == usage.completion_tokens
+        assert client.models.list().data[0].id == MODEL
+        assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_openai_client_runs_a_tool_round() -> None:
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    ]
+    with HttpServer() as http, client_of(http) as client:
+        http.server.script("r", "r</think><tool_call>now</tool_call>", end="<|observation|>")
+        with client.chat.completions.stream(model=MODEL, messages=QUESTION, tools=tools) as stream:
+            message = stream.get_final_completion().choices[0].message
+        assert message.tool_calls is not None
+        (call,) = message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("now", "{}")
+        http.server.script("r", "r</think>Noon.")
+        messages = [
+            *QUESTION,
+            message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "12"},
+        ]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+        assert answer.choices[0].message.content == "Noon."
+
+
+def test_openai_client_maps_our_errors() -> None:
+    with HttpServer() as http, client_of(http) as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=200)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="other", messages=QUESTION)
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model=MODEL, input="x")
+
+
+def test_closing_the_openai_client_mid_stream_frees_the_slot_with_the_next_step() -> None:
+    plans: list[StepPlan] = []
+    gate = StepGate()
+
+    def before_step(plan: StepPlan) -> None:
+        plans.append(plan)
+        gate.pass_through(plan)
+
+    with (
+        HttpServer(before_step=before_step, max_streams=1, max_context_tokens=100_000) as http,
+        LogWatch() as log,
+    ):
+        with client_of(http) as client:
+            stream = client.chat.completions.create(
+                model=MODEL,
+                messages=QUESTION,
+                stream=True,
+                max_tokens=100_000,
+                extra_body={"ignore_eos": True},
+            )
+            for chunk, _ in zip(stream, range(3), strict=False):
+                assert chunk.choices
+            gate.hold()
+            gate.wait_until_held()
+            stream.close()
+        log.wait_for("id=r ", "finish=disconnect")
+        num_plans = len(plans)
+        assert http.call(lambda: http.server.steps.stats().num_running) == 0
+        gate.open()
+        with client_of(http, "next") as client:
+            client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1)
+        after = plans[num_plans]
+        assert after.release == (0,)
+        assert after.decode == ()
+        http.call(http.server.check_idle)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half close"])
+def test_every_way_to_leave_is_a_disconnect(how: str) -> None:
+    with HttpServer(max_streams=1, max_context_tokens=100_000) as http, LogWatch() as log:
+        connection = http.connect()
+        connection.sendall(request_bytes("leaver", **ENDLESS))
+        read_until(connection, b"reasoning_content")
+        if how == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if how == "half close":
+            connection.shutdown(socket.SHUT_WR)
+        else:
+            connection.close()
+        log.wait_for("id=leaver ", "finish=disconnect")
+        connection.close()
+        with client_of(http) as client:
+            assert client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1)
+        http.call(http.server.check_idle)
+
+
+def test_a_reader_that_does_not_read_costs_the_others_nothing() -> None:
+    with HttpServer(max_context_tokens=100_000) as http, LogWatch() as log:
+        stuck = http.connect()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.sendall(request_bytes("stuck", logprobs=True, top_logprobs=20, **ENDLESS))
+        read_until(stuck, b"reasoning_content")
+        with client_of(http) as client:
+            for _ in range(5):
+                assert client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=20)
+        stuck.close()
+        log.wait_for("id=stuck ", "finish=disconnect")
+        http.call(http.server.check_idle)
+
+
+def test_one_connection_serves_on_after_errors_and_streams() -> None:
+    with HttpServer() as http:
+        http.server.script("raw", "a</think>b")
+        with http.connect() as connection:
+            connection.sendall(b"GET /nope HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"404" in read_until(connection, b"not_found")
+            bad = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n[]"
+            connection.sendall(bad)
+            read_until(connection, b"invalid_request_error")
+            for _ in range(2):
+                connection.sendall(request_bytes())
+                stream = read_until(connection, b"0\r\n\r\n")
+                assert b"data: [DONE]\n\n" in stream
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert b'"ready"' in read_all(connection)
+
+
+def test_a_body_too_large_is_refused_and_the_connection_closed() -> None:
+    with HttpServer(max_body_bytes=1000) as http, http.connect() as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n"
+        )
+        answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"connection: close" in answer.lower()
+
+
+def test_a_long_body_in_small_pieces_is_read() -> None:
+    with HttpServer(max_context_tokens=100_000) as http, http.connect() as connection:
+        http.server.script("raw", "a</think>b")
+        data = request_bytes(messages=[{"role": "user", "content": "hello " * 20_000}])
+        for at in range(0, len(data), 7001):
+            connection.sendall(data[at : at + 7001])
+        assert b"[DONE]" in read_until(connection, b"0\r\n\r\n")
+
+
+def start_hypercorn(*, workers: int = 0) -> tuple[subprocess.Popen[str], int]:
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "hypercorn",
+            "-k",
+            "uvloop",
+            "-w",
+            str(workers),
+            "-b",
+            "127.0.0.1:0",
+            "tests.api.fake_app:app",
+        ],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"Running on http://127\.0\.0\.1:(\d+)", line):
+            return process, int(found[1])
+    raise AssertionError("hypercorn did not start")
+
+
+def test_sigterm_under_hypercorn_ends_streams_with_done_and_exits_0() -> None:
+    process, port = start_hypercorn()
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(request_bytes(**ENDLESS))
+            read_until(connection, b"reasoning_content")
+            process.send_signal(signal.SIGTERM)
+            rest = read_all(connection)
+        assert b'"type":"unavailable_error"' in rest
+        assert rest.rstrip(b"\r\n0").endswith(b"data: [DONE]")
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
