@@ -92,6 +92,11 @@ class Lifecycle:
                 self._steps.drain(self._drain_timeout_s), name="drain"
             )
 
+    async def wait_drained(self) -> None:
+        """Wait until the drain that begin_drain() began has ended every stream."""
+        if self._draining is not None:
+            await asyncio.wait((self._draining,))
+
     async def aclose(self) -> None:
         """End what still runs, close the engine, end its thread; a load stops at its next report."""
         self._is_closing = True

@@ -15,6 +15,9 @@ from glm53srv.request import SamplingParams
 from glm53srv.scheduler.admission import context_tokens
 from glm53srv.scheduler.scheduler import SchedulerSettings
 
+DEFAULT_NAME = "glm-5.3-flash"
+RANDOM_NAME = "random-weights"
+
 TOKENIZER_SHARE = 0.05
 """Share of the progress bar that ends before the engine loads."""
 
@@ -39,7 +42,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
         advised = model_config.sampling
         neutral = SamplingParams()
         served = ServedModel(
-            name=config.server.served_name or model_dir.resolve().name,
+            name=config.server.served_name or _default_name(model_config.is_random),
             created=int(wall_clock()),
             tokenizer=tokenizer,
             context_tokens=context_tokens(engine.limits),
@@ -62,6 +65,11 @@ def scheduler_settings(config: Config) -> SchedulerSettings:
     return SchedulerSettings(
         max_queue=config.scheduler.max_queue, token_interval_s=config.scheduler.target_gap_s
     )
+
+
+def _default_name(is_random: bool) -> str:
+    """The published model has one name wherever its files lie; nothing else should pass under it."""
+    return RANDOM_NAME if is_random else DEFAULT_NAME
 
 
 def _or(value: float | None, default: float) -> float:

@@ -61,9 +61,10 @@ class StepGate:
         self._changed = threading.Condition()
 
     def hold(self, from_step: int = 0) -> None:
-        """Stop steps from this id on, beginning with the next that comes."""
+        """Stop steps from this id on; a held step below it goes."""
         with self._changed:
             self._from_step = from_step
+            self._changed.notify_all()
 
     def open(self) -> None:
         """Let the held step go, and all others."""
@@ -74,25 +75,25 @@ class StepGate:
     def wait_until_held(self) -> int:
         """Block until a step stands at the gate; returns its id. Raises TimeoutError."""
         with self._changed:
-            self._changed.wait_for(lambda: self._held_step is not None, self._timeout_s)
-            if self._held_step is None:
+            self._changed.wait_for(self._is_holding, self._timeout_s)
+            if self._held_step is None or not self._is_holding():
                 raise TimeoutError("no step came to the gate")
             return self._held_step
 
     def pass_through(self, plan: StepPlan) -> None:
         """Stand at the gate while it is held. Called on the engine thread, before each step."""
         with self._changed:
-            if self._may_pass(plan):
-                return
             self._held_step = plan.step_id
             self._changed.notify_all()
-            was_opened = self._changed.wait_for(lambda: self._may_pass(plan), self._timeout_s)
+            is_let_through = self._changed.wait_for(lambda: not self._is_holding(), self._timeout_s)
             self._held_step = None
-            if not was_opened:
+            if not is_let_through:
                 raise TimeoutError(f"step {plan.step_id} was never let through")
 
-    def _may_pass(self, plan: StepPlan) -> bool:
-        return self._from_step is None or plan.step_id < self._from_step
+    def _is_holding(self) -> bool:
+        if self._from_step is None or self._held_step is None:
+            return False
+        return self._held_step >= self._from_step
 
 
 class FakeEngine:

@@ -181,18 +181,12 @@ class Checkpoint:
         """Look every need up without reading data. Raises CheckpointError naming the first and the count."""
         missing: list[str] = []
         for need in needs:
-            if isinstance(need, TensorNeed):
-                if need.name in self:
-                    self._check(need)
-                else:
-                    missing.append(need.name)
-            elif f"{need.key}.trellis" in self:
-                missing += self._missing_parts(need)
-                self._check_trellis(need)
-            elif need.must_be_quantized or f"{need.key}.weight" not in self:
-                missing.append(f"{need.key}.trellis")
-            else:
-                self._check(TensorNeed(f"{need.key}.weight", (need.out_features, need.in_features)))
+            tensors = [need] if isinstance(need, TensorNeed) else self._tensors_of(need)
+            absent = [tensor.name for tensor in tensors if tensor.name not in self]
+            missing += absent
+            if not absent:
+                for tensor in tensors:
+                    self._check(tensor)
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
@@ -246,12 +240,24 @@ class Checkpoint:
                 f"{where}: K = {words / 16:g} bits is not supported with codebook {codebook.value}"
             )
 
-    def _missing_parts(self, need: LinearNeed) -> list[str]:
-        return [
-            f"{need.key}.{new}"
-            for new, old in (("suh", "su"), ("svh", "sv"))
-            if f"{need.key}.{new}" not in self and f"{need.key}.{old}" not in self
-        ]
+    def _tensors_of(self, need: LinearNeed) -> list[TensorNeed]:
+        """List the tensors of a linear in the form in which it is stored."""
+        key, rows, columns = need.key, need.in_features, need.out_features
+        trellis = f"{key}.trellis"
+        if trellis not in self:
+            if need.must_be_quantized or f"{key}.weight" not in self:
+                return [TensorNeed(trellis, ())]
+            return [TensorNeed(f"{key}.weight", (columns, rows))]
+        self._check_trellis(need)
+        tensors = [TensorNeed(trellis, self.info(trellis).shape, ("I16", "U16"))]
+        for new, old, features in (("suh", "su", rows), ("svh", "sv", columns)):
+            if f"{key}.{old}" in self and f"{key}.{new}" not in self:
+                tensors.append(TensorNeed(f"{key}.{old}", (features // 16,), ("I16", "U16")))
+            else:
+                tensors.append(TensorNeed(f"{key}.{new}", (features,), ("F16",)))
+        if f"{key}.bias" in self:
+            tensors.append(TensorNeed(f"{key}.bias", (columns,), ("F16",)))
+        return tensors
 
     def _codebook(self, key: str) -> CodebookName:
         """Tell the codebook by the scalar that is there; its value must be the one the kernels know."""

@@ -60,6 +60,7 @@ class StepCosts:
         layer_s = self.layer_s(num_tokens)
         if layer_s is None:
             return 1
+        budget_s = max(budget_s, 0.0)
         if layer_s * num_layers_left <= budget_s:
             return num_layers_left
         return max(1, int(budget_s / layer_s))

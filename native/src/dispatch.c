@@ -1,6 +1,17 @@
 /* Which instruction sets there are, what a status means, and whether a matrix makes sense. */
 #include "internal.h"
 
+#ifdef GLM53_HAS_X86
+#include <cpuid.h>
+
+static bool has_avx2(void) {
+    unsigned a, b, c, d;
+    /* The built-in looks at the operating system's part, too; it has no name for F16C in older compilers. */
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 const char *glm53_status_text(int32_t status) {
     switch (status) {
         case GLM53_OK:
@@ -27,13 +38,11 @@ const char *glm53_status_text(int32_t status) {
 }
 
 const glm53_tier *glm53_find_tier(int32_t isa) {
-    switch (isa) {
-        case GLM53_ISA_AUTO:
-        case GLM53_ISA_SCALAR:
-            return &glm53_tier_scalar;
-        default:
-            return NULL;
-    }
+    if (isa == GLM53_ISA_SCALAR) return &glm53_tier_scalar;
+#ifdef GLM53_HAS_X86
+    if ((isa == GLM53_ISA_AVX2 || isa == GLM53_ISA_AUTO) && has_avx2()) return &glm53_tier_avx2;
+#endif
+    return isa == GLM53_ISA_AUTO ? &glm53_tier_scalar : NULL;
 }
 
 uint32_t glm53_isa_mask(void) {

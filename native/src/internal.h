@@ -46,8 +46,8 @@ typedef struct {
 typedef struct {
     int32_t isa;
     bool (*has_fast16)(const glm53_matrix *matrix);
-    /* w (16, 16) of row stride `stride`: tile (kt, nt), exact. */
-    void (*decode_tile)(const glm53_matrix *matrix, int32_t kt, int32_t nt, float *w, size_t stride);
+    /* w (128, out): rows [128 b, 128 b + 128) of the decoded weights. */
+    void (*decode_block)(const glm53_matrix *matrix, int32_t b, float *w);
     /* y[128] = H x[128]; x and y may be the same. */
     void (*hadamard)(const float *x, float *y);
     /* Prepare x[128] * suh[128] through H, as the products of that precision want it. */
@@ -60,13 +60,14 @@ typedef struct {
                    const uint16_t *bias, float *y);
     /* a[128] = silu(gate) * up, clamped. */
     void (*activate)(const float *gate, const float *up, float limit, int32_t clamp, float *a);
-    /* y[n] += scale * x[n], one fused or unfused rounding per tier. */
+    /* y[n] += scale * x[n]; n is a multiple of 8. */
     void (*add_scaled)(float *y, const float *x, float scale, int32_t n);
 } glm53_tier;
 
 extern const glm53_tier glm53_tier_scalar;
 #if defined(__x86_64__)
 #define GLM53_HAS_X86 1
+extern const glm53_tier glm53_tier_avx2;
 #endif
 
 /* NULL if the CPU or the build lacks it. */

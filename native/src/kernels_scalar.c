@@ -49,6 +49,16 @@ static void decode_tile(const glm53_matrix *matrix, int32_t kt, int32_t nt, floa
     }
 }
 
+static void decode_block(const glm53_matrix *matrix, int32_t b, float *w) {
+    size_t out = (size_t)matrix->out_features;
+    for (int32_t i = 0; i < 8; i++) {
+        for (int32_t nt = 0; nt < matrix->out_features / GLM53_TILE; nt++) {
+            decode_tile(matrix, b * 8 + i, nt, w + (size_t)i * GLM53_TILE * out + (size_t)nt * GLM53_TILE,
+                        out);
+        }
+    }
+}
+
 static void decode_tile_sums(const glm53_matrix *matrix, int32_t kt, int32_t nt, int16_t *sums) {
     const uint16_t *tile = tile_at(matrix, kt, nt);
     for (int32_t t = 0; t < 256; t++) {
@@ -178,7 +188,7 @@ static bool has_fast16(const glm53_matrix *matrix) { return matrix->codebook == 
 const glm53_tier glm53_tier_scalar = {
     .isa = GLM53_ISA_SCALAR,
     .has_fast16 = has_fast16,
-    .decode_tile = decode_tile,
+    .decode_block = decode_block,
     .hadamard = hadamard,
     .prepare = prepare,
     .multiply_exact = multiply_exact,

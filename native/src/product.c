@@ -180,11 +180,8 @@ static void decode_main(glm53_pool *pool, void *context, int32_t thread) {
     const decode_job *job = context;
     const glm53_tier *tier = glm53_pool_tier(pool);
     size_t out = (size_t)job->matrix->out_features;
-    for (int64_t kt; (kt = glm53_pool_next(pool)) < job->matrix->in_features / GLM53_TILE;) {
-        for (int32_t nt = 0; nt < job->matrix->out_features / GLM53_TILE; nt++) {
-            float *w = job->w + (size_t)kt * GLM53_TILE * out + (size_t)nt * GLM53_TILE;
-            tier->decode_tile(job->matrix, (int32_t)kt, nt, w, out);
-        }
+    for (int64_t b; (b = glm53_pool_next(pool)) < job->matrix->in_features / GLM53_BLOCK;) {
+        tier->decode_block(job->matrix, (int32_t)b, job->w + (size_t)b * GLM53_BLOCK * out);
     }
 }
 
