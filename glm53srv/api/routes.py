@@ -132,7 +132,7 @@ class ChatCompletions:
         if job.request.is_stream:
             await self._stream(scope, receive, send, running, job)
 
-    async def _prepare(self, body: bytes, model: ServedModel, request_id: str) -> ChatJob:
+    async def _prepare(self, body: bytearray, model: ServedModel, request_id: str) -> ChatJob:
         if len(body) <= LONG_BODY_BYTES:
             job = openai.prepare_chat(body, model, request_id)
         else:

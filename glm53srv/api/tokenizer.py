@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -20,6 +21,14 @@ TOKENIZER_FILE = "tokenizer.json"
 
 PROMPT_CONTROLS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 RESPONSE_CONTROLS = ("<tool_response>", "</tool_response>")
+
+
+class TooManyIds(Exception):
+    """A prompt has more ids than the caller can use."""
+
+    def __init__(self, num_ids: int) -> None:
+        super().__init__(f"{num_ids} ids")
+        self.num_ids = num_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +99,7 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Encode free text; nothing in it becomes a control token."""
-        if not text:
-            return []
-        # The batch call releases the interpreter lock while it works, the plain one does not.
-        return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return [token_id for run in self._encode_run([text]) for token_id in run.ids]
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Encode text in which the spelling of a control token stands for the token (raw completions)."""
@@ -101,19 +107,30 @@ class Tokenizer:
             return []
         return list(self._full.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
-    def encode(self, segments: Sequence[Segment]) -> tuple[int, ...]:
-        """Encode a rendered prompt; neighbouring free text is encoded as one piece."""
-        ids: list[int] = []
+    def encode(self, segments: Sequence[Segment], *, max_ids: int | None = None) -> tuple[int, ...]:
+        """Encode a rendered prompt; neighbouring free text is encoded as one piece.
+
+        Raises TooManyIds beyond max_ids, before millions of ids become Python objects.
+        """
+        runs: list[Any] = []  # control ids, and encodings of the text between them
         pending: list[str] = []
         for segment in segments:
             if not segment.is_control:
                 pending.append(segment.text)
                 continue
-            if pending:
-                ids += self.encode_text("".join(pending))
-                pending.clear()
-            ids.append(self._added_ids[segment.text])
-        ids += self.encode_text("".join(pending))
+            runs += self._encode_run(pending)
+            pending.clear()
+            runs.append(self._added_ids[segment.text])
+        runs += self._encode_run(pending)
+        num_ids = sum(1 if isinstance(run, int) else len(run) for run in runs)
+        if max_ids is not None and num_ids > max_ids:
+            raise TooManyIds(num_ids)
+        ids: list[int] = []
+        for run in runs:
+            if isinstance(run, int):
+                ids.append(run)
+            else:
+                ids += run.ids
         return tuple(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -130,6 +147,14 @@ class Tokenizer:
             for token_id in token_ids
             if not (skip_special_tokens and token_id in self._special_ids)
         )
+
+    def _encode_run(self, texts: Sequence[str]) -> list[Any]:
+        """Encode text given in parts; one encoding, or none of no text."""
+        text = "".join(texts)
+        if not text:
+            return []
+        # The batch call releases the interpreter lock while it works, the plain one does not.
+        return list(self._plain.encode_batch_fast([text], add_special_tokens=False))
 
     def _look_up_bytes(self, token_id: int) -> bytes:
         added = self._added_bytes.get(token_id)
