@@ -10,7 +10,9 @@ import socket
 import struct
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import openai
@@ -18,6 +20,7 @@ import pytest
 
 from glm53srv.engine.base import StepPlan
 from glm53srv.engine.fake import StepGate
+from glm53srv.errors import CheckpointError
 from tests.api.harness import MODEL
 from tests.api.http_server import HttpServer, LogWatch
 
@@ -236,49 +239,106 @@ def test_a_long_body_in_small_pieces_is_read() -> None:
         assert b"[DONE]" in read_until(connection, b"0\r\n\r\n")
 
 
-def start_hypercorn(*, workers: int = 0) -> tuple[subprocess.Popen[str], int]:
-    root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "hypercorn",
-            "-k",
-            "uvloop",
-            "-w",
-            str(workers),
-            "-b",
-            "127.0.0.1:0",
-            "tests.api.fake_app:app",
-        ],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := re.search(r"Running on http://127\.0\.0\.1:(\d+)", line):
-            return process, int(found[1])
-    raise AssertionError("hypercorn did not start")
+@dataclass
+class Hypercorn:
+    """hypercorn's own command, serving one of our applications; a context manager that leaves nothing."""
+
+    application: str
+    environ: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Hypercorn:
+        root = Path(__file__).resolve().parents[2]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GLM53_")}
+        words = ["-k", "uvloop", "-w", "0", "-b", "127.0.0.1:0", self.application]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hypercorn", *words],
+            cwd=root,
+            env={**inherited, "PYTHONPATH": str(root), **self.environ},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"no line matches {pattern}: {self.lines}")
+
+    def port(self) -> int:
+        return int(self.wait_for(r"Running on http://127\.0\.0\.1:(\d+)")[1])
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the exit; gives its code and all lines."""
+        assert self.process.stderr is not None
+        self.lines.append(self.process.stderr.read())
+        return self.process.wait(30), "".join(self.lines)
 
 
 def test_sigterm_under_hypercorn_ends_streams_with_done_and_exits_0() -> None:
-    process, port = start_hypercorn()
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with Hypercorn("tests.api.fake_app:app") as server:
+        with socket.create_connection(("127.0.0.1", server.port()), timeout=20) as connection:
             connection.sendall(request_bytes(**ENDLESS))
             read_until(connection, b"reasoning_content")
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             rest = read_all(connection)
         assert b'"type":"unavailable_error"' in rest
         assert rest.rstrip(b"\r\n0").endswith(b"data: [DONE]")
-        assert process.wait(20) == 0
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+        code, output = server.end()
+        assert code == 0
+        assert "Traceback" not in output
+
+
+def test_the_application_of_the_environment_serves_a_checkpoint(random_model_dir: Path) -> None:
+    with Hypercorn("glm53srv.api.app:app", {"GLM53_MODEL_DIR": str(random_model_dir)}) as server:
+        port = server.port()
+        server.wait_for("ready model=")
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(request_bytes(max_tokens=3))
+            assert b"data: [DONE]" in read_until(connection, b"0\r\n\r\n")
+        server.process.send_signal(signal.SIGTERM)
+        code, output = server.end()
+        assert code == 0
+        assert "are random" in output
+        assert "finish=length prompt_tokens=" in output
+
+
+def test_a_checkpoint_that_cannot_be_served_is_the_exit_code(tmp_path: Path) -> None:
+    with Hypercorn("glm53srv.api.app:app", {"GLM53_MODEL_DIR": str(tmp_path)}) as server:
+        code, output = server.end()
+        assert code == CheckpointError.exit_code
+        assert "loading failed: " in output
+        assert "config.json" in output
+
+
+def test_a_wrong_configuration_stops_the_start_with_its_line() -> None:
+    with Hypercorn("glm53srv.api.app:app", {"GLM53_MODEL_DIRR": "x"}) as server:
+        code, output = server.end()
+        assert code != 0
+        assert "did you mean GLM53_MODEL_DIR?" in output
+
+
+def test_importing_the_application_loads_neither_numpy_nor_a_configuration() -> None:
+    code = "import sys, glm53srv.api.app; print(sorted({'numpy', 'torch', 'cffi'} & set(sys.modules)))"
+    environ = {**os.environ, "GLM53_NONSENSE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environ,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.stdout.strip() == "[]"
