@@ -7,7 +7,7 @@ looked up by name, free text goes through a second tokenizer that knows no added
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,15 @@ PROMPT_CONTROLS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"
 RESPONSE_CONTROLS = ("<tool_response>", "</tool_response>")
 
 
+EARLY_CHARS_PER_ID = 8
+"""Text longer than this per id of room is tried in part first; prose has 4 to 5 characters per id."""
+
+EARLY_SLACK_IDS = 16
+"""A cut text may have a few more ids than its part of the whole; so many do not count."""
+
+
 class TooManyIds(Exception):
-    """A prompt has more ids than the caller can use."""
+    """A prompt has more ids than the caller can use. num_ids: how many; an estimate if far too many."""
 
     def __init__(self, num_ids: int) -> None:
         super().__init__(f"{num_ids} ids")
@@ -99,7 +106,7 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Encode free text; nothing in it becomes a control token."""
-        return [token_id for run in self._encode_run([text]) for token_id in run.ids]
+        return list(self._encode_run(text).ids)
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Encode text in which the spelling of a control token stands for the token (raw completions)."""
@@ -110,27 +117,28 @@ class Tokenizer:
     def encode(self, segments: Sequence[Segment], *, max_ids: int | None = None) -> tuple[int, ...]:
         """Encode a rendered prompt; neighbouring free text is encoded as one piece.
 
-        Raises TooManyIds beyond max_ids, before millions of ids become Python objects.
+        Raises TooManyIds when the prompt has more than max_ids. A prompt far beyond is given up early, and
+        never are millions of ids made into Python objects.
         """
-        runs: list[Any] = []  # control ids, and encodings of the text between them
-        pending: list[str] = []
-        for segment in segments:
-            if not segment.is_control:
-                pending.append(segment.text)
-                continue
-            runs += self._encode_run(pending)
-            pending.clear()
-            runs.append(self._added_ids[segment.text])
-        runs += self._encode_run(pending)
-        num_ids = sum(1 if isinstance(run, int) else len(run) for run in runs)
+        parts: list[Any] = []  # control ids, and encodings of the text between them
+        num_ids = 0
+        for run in self._runs(segments):
+            if isinstance(run, int):
+                parts.append(run)
+                num_ids += 1
+            else:
+                if max_ids is not None:
+                    self._give_up_early(run, max_ids - num_ids, segments)
+                parts.append(self._encode_run(run))
+                num_ids += len(parts[-1])
         if max_ids is not None and num_ids > max_ids:
             raise TooManyIds(num_ids)
         ids: list[int] = []
-        for run in runs:
-            if isinstance(run, int):
-                ids.append(run)
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
             else:
-                ids += run.ids
+                ids += part.ids
         return tuple(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -148,13 +156,34 @@ class Tokenizer:
             if not (skip_special_tokens and token_id in self._special_ids)
         )
 
-    def _encode_run(self, texts: Sequence[str]) -> list[Any]:
-        """Encode text given in parts; one encoding, or none of no text."""
-        text = "".join(texts)
-        if not text:
-            return []
+    def _runs(self, segments: Sequence[Segment]) -> Iterator[int | str]:
+        """Give the ids of control segments and, joined, the text between them."""
+        pending: list[str] = []
+        for segment in segments:
+            if not segment.is_control:
+                pending.append(segment.text)
+                continue
+            if pending:
+                yield "".join(pending)
+                pending.clear()
+            yield self._added_ids[segment.text]
+        if pending:
+            yield "".join(pending)
+
+    def _give_up_early(self, text: str, room: int, segments: Sequence[Segment]) -> None:
+        """Raise TooManyIds, with an estimate, if the first part of a very long text is too much already."""
+        num_chars = EARLY_CHARS_PER_ID * (room + EARLY_SLACK_IDS)
+        if len(text) <= num_chars:
+            return
+        num_ids = len(self._encode_run(text[: max(num_chars, 1)]))
+        if num_ids > room + EARLY_SLACK_IDS:
+            total_chars = sum(len(segment.text) for segment in segments)
+            raise TooManyIds(num_ids * total_chars // max(num_chars, 1))
+
+    def _encode_run(self, text: str) -> Any:
+        """Encode text; len() of the result counts its ids without making them Python objects."""
         # The batch call releases the interpreter lock while it works, the plain one does not.
-        return list(self._plain.encode_batch_fast([text], add_special_tokens=False))
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0]
 
     def _look_up_bytes(self, token_id: int) -> bytes:
         added = self._added_bytes.get(token_id)
