@@ -158,14 +158,11 @@ class ChunkWriter:
         self._tokenizer = model.tokenizer
         self._calls = [CallIds(answer_id, choice) for choice in range(job.request.num_choices)]
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """Give the role chunk of every choice; sent before prefill, so that something is."""
         role = {"role": "assistant", "content": ""}
-        zero = Usage(0, 0)
-        return b"".join(
-            self._chunk(choice, role, b"null", None, zero if self._options.continuous_usage else None)
-            for choice in range(len(self._calls))
-        )
+        shown = usage if self._options.continuous_usage else None
+        return b"".join(self._chunk(choice, role, b"null", None, shown) for choice in range(len(self._calls)))
 
     def step(self, output: StepOutput, usage: Usage) -> bytes:
         """Give the chunks of one step of one choice, the finish chunk too if it ended."""

@@ -108,17 +108,22 @@ def test_the_context_limit_is_exact_and_worded_as_agents_expect() -> None:
 
 def test_a_body_beyond_the_limit_is_413_announced_or_not() -> None:
     async def main() -> None:
+        path = "/v1/chat/completions"
         async with serving(make_server(max_body_bytes=1000)) as client:
-            announced = client.open(
-                "POST", "/v1/chat/completions", b"", {"content-length": "1001"}, chunks=[]
-            )
-            for answer in (
-                await announced.answer(),
-                await client.open("POST", "/v1/chat/completions", chunks=[b" " * 600, b" " * 600]).answer(),
-            ):
+            exchanges = [
+                client.open("POST", path, b" " * 1001, {"content-length": "1001"}),
+                client.open("POST", path, chunks=[b" " * 600, b" " * 600]),
+                client.open("POST", path, chunks=[b" " * 1001, b"{}"]),
+                # far too large: refused without waiting for the rest, which never comes here
+                client.open("POST", path, headers={"content-length": "4001"}, chunks=[]),
+            ]
+            for exchange in exchanges:
+                answer = await exchange.answer()
                 assert answer.status == 413
                 assert answer.headers["connection"] == "close"
                 assert error_of(answer)["message"].startswith("Request body exceeds 1000 bytes")
+            fits = client.open("POST", path, chunks=[b"[" + b" " * 498, b" " * 500 + b"]"])
+            assert (await fits.answer()).status == 400
 
     asyncio.run(main())
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import h2.connection
+import h2.events
 import openai
 import pytest
 
@@ -237,6 +239,69 @@ def test_a_long_body_in_small_pieces_is_read() -> None:
         for at in range(0, len(data), 7001):
             connection.sendall(data[at : at + 7001])
         assert b"[DONE]" in read_until(connection, b"0\r\n\r\n")
+
+
+class Http2Client:
+    """Two requests on one HTTP/2 connection without TLS (prior knowledge)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._protocol = h2.connection.H2Connection()
+        self._protocol.initiate_connection()
+        self.bodies: dict[int, bytes] = {}
+        self.ended: set[int] = set()
+        self._flush()
+
+    def post(self, request_id: str, **fields: Any) -> int:
+        stream_id = self._protocol.get_next_available_stream_id()
+        headers = [
+            (":method", "POST"),
+            (":path", "/v1/chat/completions"),
+            (":scheme", "http"),
+            (":authority", "x"),
+            ("x-request-id", request_id),
+        ]
+        self._protocol.send_headers(stream_id, headers)
+        body = json.dumps({"messages": QUESTION, "stream": True, **fields}).encode()
+        self._protocol.send_data(stream_id, body, end_stream=True)
+        self.bodies[stream_id] = b""
+        self._flush()
+        return stream_id
+
+    def reset(self, stream_id: int) -> None:
+        self._protocol.reset_stream(stream_id)
+        self._flush()
+
+    def read_until(self, stream_id: int, needle: bytes) -> None:
+        while needle not in self.bodies[stream_id]:
+            data = self._connection.recv(65536)
+            assert data, self.bodies
+            for event in self._protocol.receive_data(data):
+                if isinstance(event, h2.events.DataReceived):
+                    self.bodies[event.stream_id] += event.data
+                    self._protocol.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            self._flush()
+
+    def _flush(self) -> None:
+        self._connection.sendall(self._protocol.data_to_send())
+
+
+def test_resetting_one_http2_stream_ends_that_one_only() -> None:
+    with (
+        HttpServer(max_context_tokens=100_000) as http,
+        LogWatch() as log,
+        http.connect() as connection,
+    ):
+        http.server.script("long", "</think>" + "the " * 500)
+        client = Http2Client(connection)
+        leaver = client.post("leaver", **ENDLESS)
+        stayer = client.post("long")
+        client.read_until(leaver, b"reasoning_content")
+        client.reset(leaver)
+        log.wait_for("id=leaver ", "finish=disconnect")
+        client.read_until(stayer, b"data: [DONE]")
+        log.wait_for("id=long ", "finish=stop")
+        http.call(http.server.check_idle)
 
 
 @dataclass

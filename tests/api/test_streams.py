@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 from typing import Any
@@ -12,10 +13,13 @@ from starlette.types import Message
 
 from glm53srv.api.asgi import REQUEST_ID
 from glm53srv.api.openai import error_event
+from glm53srv.api.output_parser import OutputParser
+from glm53srv.api.service import Generation, Generations
 from glm53srv.api.sse import KEEP_ALIVE, EventStream, StreamTimes
 from glm53srv.engine.base import StepPlan
 from glm53srv.engine.fake import StepGate
 from glm53srv.errors import EngineError, RequestError
+from glm53srv.scheduler.stream import TokenStream
 from tests.api.harness import make_server, parse_events, serving
 
 LONG = {"max_tokens": 900, "ignore_eos": True}
@@ -324,5 +328,8 @@ def test_two_hundred_requests_with_random_aborts_leave_nothing() -> None:
             assert outcomes.count("left") > 50
             server.check_idle()
             assert len(asyncio.all_tasks()) == num_tasks
+            gc.collect()
+            kinds = (Generation, Generations, EventStream, TokenStream, OutputParser)
+            assert [thing for thing in gc.get_objects() if isinstance(thing, kinds)] == []
 
     asyncio.run(main())
