@@ -29,6 +29,7 @@ from glm53srv.engine.base import (
     StepStats,
 )
 from glm53srv.engine.sampler import SamplerBank
+from glm53srv.errors import EngineError
 
 SCRIPTED_LOGIT = 30.0
 """Height of a scripted token over all others, whose logits are 0: certain, unless the request bends it."""
@@ -101,7 +102,8 @@ class FakeEngine:
 
     scripts: output token ids by request id; after its last one the first end id follows (for ever).
     Sequences without a script get deterministic pseudo-random logits of their tokens.
-    before_step: called on the engine thread with each plan; may block (StepGate) or raise.
+    before_step: called on the engine thread with each plan; may block (StepGate) or raise. fail_at_step: the
+    first step with this id or a later one raises EngineError.
     """
 
     def __init__(
@@ -110,11 +112,13 @@ class FakeEngine:
         *,
         scripts: Mapping[str, Sequence[int]] | None = None,
         before_step: Callable[[StepPlan], None] | None = None,
+        fail_at_step: int | None = None,
         costs: FakeCosts | None = None,
     ) -> None:
         self._limits = limits
         self._scripts = {} if scripts is None else scripts
         self._before_step = before_step
+        self._fail_at_step = fail_at_step
         self._costs = FakeCosts() if costs is None else costs
         self._sampler = SamplerBank(limits.vocab_size, limits.eos_token_ids)
         self._memory = PagedMemory(limits)
@@ -151,11 +155,13 @@ class FakeEngine:
         self._slots.clear()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Check and execute one step. Raises ContractViolation, or what before_step raises."""
+        """Check and execute one step. Raises ContractViolation; EngineError or more where told to."""
         _require(self._is_usable, "step after a failed step or after close")
         self._is_usable = False
         if self._before_step is not None:
             self._before_step(plan)
+        if self._fail_at_step is not None and plan.step_id >= self._fail_at_step:
+            raise EngineError(f"step {plan.step_id} was told to fail")
         _require(plan.step_id > self._last_step_id, f"step id {plan.step_id} after {self._last_step_id}")
         self._last_step_id = plan.step_id
         for slot in plan.release:

@@ -203,10 +203,9 @@ class StepLoop:
             self._forget(stream.sequence.sequence_id)
         for stream in streams:
             self._scheduler.abort(stream.sequence.sequence_id, self._clock())
-        self._has_work.set()
 
     def _end_stream(self, sequence_id: int, finish: FinishReason) -> None:
-        """End one sequence on behalf of its reader."""
+        """End one sequence on behalf of its reader. The loop is in a step, as always while one is live."""
         if sequence_id not in self._streams:
             return
         if finish is FinishReason.STOP:
@@ -214,7 +213,6 @@ class StepLoop:
         else:
             self._scheduler.abort(sequence_id, self._clock())
         self._forget(sequence_id)
-        self._has_work.set()
 
     def _forget(self, sequence_id: int) -> None:
         del self._streams[sequence_id]

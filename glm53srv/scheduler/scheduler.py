@@ -5,10 +5,11 @@ One step is planned, executed, and applied before the next is planned. The rules
 1. Age is the order of submission. The queue is first in, first out; every admitted sequence is older than
    every queued one. A sequence is admitted when a slot is free and the pages for all its tokens are free and
    not yet promised to an admitted one; alone it is always admitted.
-2. Every decoding sequence decodes one token in every step.
+2. Every decoding sequence decodes one token in every step (but see 5).
 3. At most one slice of one chunk joins. Prefilling sequences take turns chunk by chunk, in the order in which
-   they were admitted or ended their last chunk, so that a short prompt waits for one chunk of a long one, not
-   for all of them. A chunk, once begun, is not interrupted by another one (the engine contract).
+   they were admitted or ended their last chunk, so that a short prompt waits for the chunk in progress of a
+   long one, not for all its chunks. A chunk, once begun, goes through all layers before another one begins
+   (the engine contract).
 4. The slice has as many layers as fit into token_interval_s minus the decode step, by measured costs, and at
    least one; where nothing decodes, as many as fit into idle_slice_s, which bounds how long an abort or a new
    request waits. The chunk's tokens do not depend on any of that.
@@ -26,20 +27,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from glm53srv.engine.base import (
-    DecodeRow,
-    EngineLimits,
-    PrefillSlice,
-    SampledToken,
-    StepPlan,
-    StepResult,
-)
-from glm53srv.errors import EngineError, QueueFull, RequestError
+from glm53srv.engine.base import EngineLimits, PrefillSlice, SampledToken, StepPlan, StepResult
+from glm53srv.errors import QueueFull, RequestError
 from glm53srv.request import GenerationRequest, TokenEvent
 from glm53srv.scheduler.admission import check_request, context_tokens
 from glm53srv.scheduler.cost import SMOOTHING, Rate, StepCosts
 from glm53srv.scheduler.integrity import check_pages, check_sequences, check_slots, require
 from glm53srv.scheduler.kv_pages import PagePool
+from glm53srv.scheduler.plan import Chunk, InFlight, decode_row
 from glm53srv.scheduler.sequence import Sequence, SequenceState
 from glm53srv.scheduler.stats import SchedulerStats, Totals
 
@@ -53,25 +48,6 @@ class SchedulerSettings:
     max_queue: int = 64
     token_interval_s: float = 0.2
     idle_slice_s: float = 1.0
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """The chunk in progress: positions [begin, end) of a prefilling sequence, layers done so far."""
-
-    sequence: Sequence
-    begin: int
-    end: int
-    next_layer: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """The step that the engine executes. rows: the decoding sequences in plan order."""
-
-    plan: StepPlan
-    rows: tuple[Sequence, ...]
-    chunk: _Chunk | None
 
 
 class Scheduler:
@@ -97,8 +73,8 @@ class Scheduler:
         self._admitted: list[Sequence] = []  # oldest first
         self._free_slots = set(range(limits.max_streams))
         self._ended_slots: set[int] = set()  # to be released in the next plan
-        self._chunk: _Chunk | None = None
-        self._in_flight: _InFlight | None = None
+        self._chunk: Chunk | None = None
+        self._in_flight: InFlight | None = None
         self._totals = Totals()
         self._prefill_rate = Rate()
         self._output_rate = Rate()
@@ -180,10 +156,10 @@ class Scheduler:
             step_id=self._next_step_id,
             release=tuple(sorted(released)),
             prefill=None if self._chunk is None else self._slice(self._chunk, len(rows)),
-            decode=tuple(_decode_row(sequence) for sequence in rows),
+            decode=tuple(decode_row(sequence) for sequence in rows),
         )
         self._next_step_id += 1
-        self._in_flight = _InFlight(plan, rows, self._chunk)
+        self._in_flight = InFlight(plan, rows, self._chunk)
         return plan
 
     def _take_ended_slots(self) -> set[int]:
@@ -237,35 +213,23 @@ class Scheduler:
         self._waiting.appendleft(sequence)
         self._totals.preemptions += 1
 
-    def _begin_chunk(self) -> _Chunk | None:
+    def _begin_chunk(self) -> Chunk | None:
         """Begin the next chunk in turn among the sequences that can get its pages."""
         prefilling = [other for other in self._admitted if other.state is SequenceState.PREFILLING]
         for sequence in sorted(prefilling, key=lambda other: (other.turn, other.sequence_id)):
             end = sequence.chunk_end(self._limits.max_chunk_tokens)
             if self._grow(sequence, end):
-                return _Chunk(sequence, sequence.num_computed_tokens, end)
+                return Chunk(sequence, sequence.num_computed_tokens, end)
         return None
 
-    def _slice(self, chunk: _Chunk, num_rows: int) -> PrefillSlice:
-        sequence = chunk.sequence
-        assert sequence.slot is not None
+    def _slice(self, chunk: Chunk, num_rows: int) -> PrefillSlice:
+        """Give as many layers of the chunk as rule 4 allows beside num_rows decode rows."""
         if num_rows > 0:
             budget_s = self._settings.token_interval_s - self._costs.decode_s(num_rows)
         else:
             budget_s = self._settings.idle_slice_s
         num_layers_left = self._limits.num_layers - chunk.next_layer
-        num_layers = self._costs.layers_within(budget_s, chunk.end - chunk.begin, num_layers_left)
-        is_first = chunk.begin == 0 and chunk.next_layer == 0
-        return PrefillSlice(
-            slot=sequence.slot,
-            token_ids=sequence.tokens_between(chunk.begin, chunk.end),
-            start_position=chunk.begin,
-            page_ids=sequence.page_ids,
-            layer_begin=chunk.next_layer,
-            layer_end=chunk.next_layer + num_layers,
-            is_last_chunk=chunk.end == sequence.num_tokens,
-            start=sequence.start() if is_first else None,
-        )
+        return chunk.next_slice(self._costs.layers_within(budget_s, chunk.num_tokens, num_layers_left))
 
     # -- results
 
@@ -277,7 +241,7 @@ class Scheduler:
         """
         flight = self._in_flight
         assert flight is not None, "no step is in flight"
-        _check_answer(flight, result, self._limits.num_layers)
+        flight.check_answer(result, self._limits.num_layers)
         self._in_flight = None
         self._totals.steps += 1
         self._learn(flight, result)
@@ -292,7 +256,7 @@ class Scheduler:
         self._totals.output_tokens += len(events)
         return events
 
-    def _learn(self, flight: _InFlight, result: StepResult) -> None:
+    def _learn(self, flight: InFlight, result: StepResult) -> None:
         piece = flight.plan.prefill
         if piece is not None:
             num_layers = piece.layer_end - piece.layer_begin
@@ -301,7 +265,7 @@ class Scheduler:
             self._costs.observe_decode(len(flight.rows), result.stats.decode_s)
 
     def _advance_chunk(
-        self, flight: _InFlight, result: StepResult, now_s: float
+        self, flight: InFlight, result: StepResult, now_s: float
     ) -> list[tuple[int, TokenEvent]]:
         chunk, piece = flight.chunk, flight.plan.prefill
         assert chunk is not None
@@ -312,9 +276,9 @@ class Scheduler:
         sequence = chunk.sequence
         self._chunk = None
         sequence.num_computed_tokens = chunk.end
-        sequence.turn = self._next_step_id
-        self._prefill_rate.add(chunk.end - chunk.begin, now_s)
-        self._totals.prefill_tokens += chunk.end - chunk.begin
+        sequence.turn = self._next_step_id + 1  # behind whom the next plan admits: they came meanwhile
+        self._prefill_rate.add(chunk.num_tokens, now_s)
+        self._totals.prefill_tokens += chunk.num_tokens
         if not piece.is_last_chunk:
             return []
         sequence.begin_decoding()
@@ -382,14 +346,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError with a reason if an invariant is broken."""
-        flight = self._in_flight
-        slots_in_flight: set[int] = set()
-        if flight is not None:
-            slots_in_flight = {row.slot for row in flight.plan.decode}
-            if flight.plan.prefill is not None:
-                slots_in_flight.add(flight.plan.prefill.slot)
+        in_flight = frozenset() if self._in_flight is None else self._in_flight.slots
         check_sequences(self._waiting, self._admitted, self._limits)
-        check_slots(self._admitted, self._free_slots, self._ended_slots, slots_in_flight, self._limits)
+        check_slots(self._admitted, self._free_slots, self._ended_slots, in_flight, self._limits)
         check_pages(self._pool, self._admitted)
         live = {sequence.sequence_id: sequence for sequence in (*self._admitted, *self._waiting)}
         require(live == self._sequences, "the live sequences are not the admitted and the waiting ones")
@@ -401,24 +360,3 @@ class Scheduler:
             require(chunk.begin == sequence.num_computed_tokens, "the chunk is not the next one")
             require(0 <= chunk.next_layer < self._limits.num_layers, f"chunk at layer {chunk.next_layer}")
             require(self._missing_pages(sequence, chunk.end) <= 0, "the chunk has too few pages")
-
-
-def _decode_row(sequence: Sequence) -> DecodeRow:
-    assert sequence.slot is not None
-    position = sequence.num_computed_tokens
-    return DecodeRow(sequence.slot, sequence.last_token_id, position, sequence.page_ids)
-
-
-def _check_answer(flight: _InFlight, result: StepResult, num_layers: int) -> None:
-    """Raise EngineError unless the result has the shape that the plan asks for."""
-    plan, piece = flight.plan, flight.plan.prefill
-    is_done = piece is not None and piece.layer_end == num_layers
-    slots = [row.slot for row in plan.decode]
-    if piece is not None and is_done and piece.is_last_chunk:
-        slots.append(piece.slot)
-    answered = [token.slot for token in result.tokens]
-    if result.step_id != plan.step_id or result.prefill_done != is_done or answered != slots:
-        raise EngineError(
-            f"the engine answered step {result.step_id} with tokens for slots {answered} and prefill_done "
-            f"{result.prefill_done}; step {plan.step_id} wants slots {slots} and {is_done}"
-        )

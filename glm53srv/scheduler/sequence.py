@@ -46,9 +46,9 @@ LIVE_STATES = frozenset({SequenceState.QUEUED, SequenceState.PREFILLING, Sequenc
 class Sequence:
     """The scheduler's record of one request. Owned and changed by Scheduler alone, read by the step loop.
 
-    Times are seconds of the scheduler's clock; None until the event has happened. turn: the step in which it
-    was admitted or ended its last chunk, its place in the round of prefills. num_cached_tokens: tokens whose
-    cache came from an earlier request; 0 as long as there is no prefix cache.
+    Times are seconds of the scheduler's clock; None until the event has happened. turn: its place in the
+    round of prefills, smallest first: the step that admitted it, or one after that of its last chunk.
+    num_cached_tokens: tokens whose cache came from an earlier request; 0 while there is no prefix cache.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-READY = re.compile(r"ready .*url=(http://\S+)")
-LISTENING = re.compile(r"listening .*url=(http://\S+)")
+READY = re.compile(r"ready .*url=(http://[^\s;]+)")
+LISTENING = re.compile(r"listening .*url=(http://[^\s;]+)")
 START_TIMEOUT_S = 60.0
 
 
@@ -62,6 +62,10 @@ class ServerProcess:
                 )
             if found := pattern.search(line):
                 return found
+
+    def wait_for_text(self, text: str) -> None:
+        """Read on until a line holds this text."""
+        self.wait_for(re.compile(re.escape(text)))
 
     def url_when_listening(self) -> str:
         """Base URL, as soon as the port is open; the model may still be loading."""

@@ -225,10 +225,7 @@ def test_step_ids_must_grow() -> None:
 
 
 def test_nothing_but_close_follows_a_failed_step() -> None:
-    def fail(plan: StepPlan) -> None:
-        raise EngineError(f"step {plan.step_id} was told to fail")
-
-    engine = FakeEngine(LIMITS, before_step=fail)
+    engine = FakeEngine(LIMITS, fail_at_step=0)
     with pytest.raises(EngineError, match="told to fail"):
         engine.step(StepPlan(0))
     with pytest.raises(ContractViolation, match="after a failed step"):

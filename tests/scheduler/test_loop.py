@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import uvloop
 
 from glm53srv.engine.base import Engine, EngineLimits, StepPlan, StepResult
 from glm53srv.engine.fake import FakeEngine, StepGate
@@ -29,7 +30,10 @@ ONE_LAYER = make_limits(num_layers=1)  # step 0 prefills, step 1 decodes
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run an async test; a hang fails after 30 s, and a task left behind fails at once."""
+    """Run an async test on uvloop, which serves, and on asyncio's loop, which hypercorn may choose.
+
+    A hang fails after 30 s, and a task left behind fails at once.
+    """
 
     async def bounded() -> None:
         async with asyncio.timeout(30):
@@ -37,7 +41,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks left: {left}"
 
-    asyncio.run(bounded())
+    for new_event_loop in (uvloop.new_event_loop, asyncio.new_event_loop):
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(bounded())
 
 
 class Rig:
@@ -54,17 +60,16 @@ class Rig:
         self.gate = StepGate()
         self.plans: list[StepPlan] = []
         self.step_threads: set[int] = set()
-        self._fail_at_step = fail_at_step
         self.limits = limits
-        self.engine = FakeEngine(limits, scripts=scripts, before_step=self._before_step)
+        self.engine = FakeEngine(
+            limits, scripts=scripts, before_step=self._before_step, fail_at_step=fail_at_step
+        )
         self.loop = StepLoop(self.engine, settings)
 
     def _before_step(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self.step_threads.add(threading.get_ident())
         self.gate.pass_through(plan)
-        if plan.step_id == self._fail_at_step:
-            raise EngineError(f"step {plan.step_id} was told to fail")
 
     async def until_held(self) -> int:
         return await asyncio.to_thread(self.gate.wait_until_held)

@@ -34,7 +34,7 @@ def random_limits(rng: random.Random) -> EngineLimits:
         max_context_tokens=max_context_tokens,
         max_chunk_tokens=rng.choice([1, 4, 8, 16, 64]),
         page_tokens=page_tokens,
-        num_pages=rng.randint(max(pages_each // 2, 2), pages_each * max_streams),
+        num_pages=rng.randint(max(pages_each // 2, 2), pages_each * 2),
         num_layers=rng.randint(1, 6),
         vocab_size=12,
     )
@@ -46,12 +46,14 @@ def random_request(rng: random.Random, limits: EngineLimits, index: int) -> Gene
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.getrandbits(64),
         min_tokens=rng.choice([0, 0, 3]),
-        ignore_eos=rng.random() < 0.4,
+        ignore_eos=rng.random() < 0.6,
         presence_penalty=rng.choice([0.0, 0.0, 1.0]),
     )
     return make_request(
         f"r{index}",
-        prompt_ids=[rng.randrange(12) for _ in range(rng.randint(1, longest))],
+        prompt_ids=[
+            rng.randrange(12) for _ in range(rng.randint(1, rng.choice([longest, -(-longest // 4)])))
+        ],
         max_tokens=rng.choice([None, 1, rng.randint(1, 60)]),
         sampling=sampling,
     )
@@ -68,17 +70,15 @@ class Walk:
         )
         costs = FakeCosts(layer_token_s=self.rng.choice([0.0, 0.01, 0.2]), decode_row_s=0.01)
         self.bench = Bench(self.limits, settings=settings, costs=costs)
+        self.end_rate = self.rng.choice([0.0, 0.01, 0.06])
         self.live: list[Record] = []
         self.ended_outside: set[int] = set()
 
     def act(self) -> None:
-        draw = self.rng.random()
-        if draw < 0.12:
+        if self.rng.random() < self.end_rate:
+            self._end(self.rng.choice([self.bench.abort, self.bench.abort, self.bench.finish]))
+        elif self.rng.random() < 0.12:
             self._submit()
-        elif draw < 0.16:
-            self._end(self.bench.abort)
-        elif draw < 0.18:
-            self._end(self.bench.finish)
         elif self.bench.is_in_flight:
             self.bench.end()
         else:
@@ -136,4 +136,4 @@ def test_walks_reach_what_they_are_for() -> None:
         totals["preemptions"] += stats.total_preemptions
         totals["rejected"] += stats.total_rejected
         totals["aborted"] += stats.total_aborted
-    assert min(totals.values()) >= 20, totals
+    assert min(totals.values()) >= 40, totals

@@ -136,6 +136,21 @@ def test_streams_are_admitted_in_order_and_the_rest_waits() -> None:
     assert [record.sequence.slot for record in records] == [None, 1, 0, None]
 
 
+def test_pages_are_not_promised_to_two_sequences() -> None:
+    # Six pages. The first prompt takes two a chunk and needs five in all; the second would fit meanwhile.
+    limits = make_limits(max_streams=2, num_pages=6, page_tokens=4, max_context_tokens=24, max_chunk_tokens=8)
+    bench = Bench(limits, costs=FakeCosts(layer_token_s=10.0))
+    first = bench.submit(make_request("first", num_prompt=18, max_tokens=1))
+    bench.step()
+    second = bench.submit(make_request("second", num_prompt=7, max_tokens=1))
+    while not first.events:
+        bench.step()
+        assert second.sequence.slot is None
+    bench.run_to_end()
+    assert bench.stats.total_preemptions == 0
+    assert len(second.events) == 1
+
+
 def test_queue_takes_max_queue_beyond_the_streams() -> None:
     bench = Bench(make_limits(max_streams=2), settings=SchedulerSettings(max_queue=3))
     for index in range(5):
@@ -225,14 +240,22 @@ def test_chunks_do_not_depend_on_load() -> None:
 # -- order of prefills
 
 
-def test_short_prompt_waits_for_one_chunk_of_a_long_one() -> None:
-    bench = Bench(make_limits(num_layers=1))
+@pytest.mark.parametrize("num_slices_before", [1, 2, 3])
+def test_short_prompt_goes_between_two_chunks_of_a_long_one(num_slices_before: int) -> None:
+    bench = Bench(make_limits(num_layers=3), costs=FakeCosts(layer_token_s=1.0))  # a layer a step
     long = bench.submit(make_request("long", num_prompt=60))
-    bench.step()
+    bench.steps(num_slices_before)
     short = bench.submit(make_request("short", num_prompt=3))
-    bench.steps(2)
-    assert len(long.events) == 0
+    bench.steps(6 - num_slices_before)
     assert len(short.events) == 1
+    assert long.sequence.num_computed_tokens == 8
+
+
+def test_prompts_that_came_together_take_turns_in_order() -> None:
+    bench = Bench(make_limits(num_layers=1))
+    for index in range(3):
+        bench.submit(make_request(f"r{index}", num_prompt=24))
+    assert [prefill_of(plan).slot for plan in bench.steps(9)] == [0, 1, 2] * 3
 
 
 def test_long_prompt_is_not_starved_by_short_ones() -> None:
