@@ -8,6 +8,7 @@ again only when it fires, so a step costs it nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,14 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from glm53srv.api.asgi import REQUEST_ID, DisconnectWatch, Headers
-from glm53srv.errors import RequestError, RequestFailed
+from glm53srv.errors import NotReady, RequestError, RequestFailed
 
 logger = logging.getLogger(__name__)
+
+CUT_S = 1.0
+"""How long the last event of a stream that is cut may take to be written."""
+
+CUT_RETRY_S = 10
 
 KEEP_ALIVE = b": keep-alive\n\n"
 STREAM_HEADERS: Headers = (
@@ -92,6 +98,9 @@ class EventStream:
                 watch.expect_end()
                 await self._write(send, last, more=False)
                 is_complete = True
+        except asyncio.CancelledError:  # the server's own limit for streams that outlive it
+            await self._say_cut(send)
+            raise
         finally:
             self._source.close()
             if self._timer is not None:
@@ -113,6 +122,13 @@ class EventStream:
             failed = RequestFailed(f"Internal error, request id {request_id}")
             return self._source.error_frame(failed)
         return b""
+
+    async def _say_cut(self, send: Send) -> None:
+        """End a stream that the server is about to cut; clients take a silent end for a good answer."""
+        cut = NotReady("the server is shutting down", retry_after_s=CUT_RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CUT_S):
+                await self._write(send, self._source.error_frame(cut), more=False)
 
     async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
         if self._comment is not None:

@@ -310,12 +310,13 @@ class Hypercorn:
 
     application: str
     environ: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ("-w", "0")
     lines: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Hypercorn:
         root = Path(__file__).resolve().parents[2]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("GLM53_")}
-        words = ["-k", "uvloop", "-w", "0", "-b", "127.0.0.1:0", self.application]
+        words = ["-k", "uvloop", *self.options, "-b", "127.0.0.1:0", self.application]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hypercorn", *words],
             cwd=root,
@@ -364,6 +365,19 @@ def test_sigterm_under_hypercorn_ends_streams_with_done_and_exits_0() -> None:
         code, output = server.end()
         assert code == 0
         assert "Traceback" not in output
+
+
+def test_a_worker_process_that_hears_no_signal_ends_its_streams_with_done_too() -> None:
+    """With -w 1 the worker is told nothing; its streams are cut after the graceful timeout, and say so."""
+    options = ("-w", "1", "--graceful-timeout", "1")
+    with Hypercorn("tests.api.fake_app:app", options=options) as server:
+        with socket.create_connection(("127.0.0.1", server.port()), timeout=20) as connection:
+            connection.sendall(request_bytes(**ENDLESS))
+            read_until(connection, b"reasoning_content")
+            server.process.send_signal(signal.SIGTERM)
+            rest = read_all(connection)
+        assert rest.rstrip(b"\r\n0").endswith(b"data: [DONE]")
+        assert server.end()[0] == 0
 
 
 def test_the_application_of_the_environment_serves_a_checkpoint(random_model_dir: Path) -> None:

@@ -201,7 +201,7 @@ def test_one_send_per_frame_and_an_end() -> None:
     asyncio.run(main())
 
 
-def test_cancelling_a_stream_from_outside_is_not_swallowed() -> None:
+def test_a_stream_that_the_server_cuts_says_so_and_stays_cancelled() -> None:
     async def main() -> None:
         wire = Wire()
         frames = Frames(b"wait")
@@ -211,6 +211,10 @@ def test_cancelling_a_stream_from_outside_is_not_swallowed() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        events = parse_events(b"".join(m["body"] for m in wire.sent[1:]))
+        assert events[-2]["error"]["message"] == "the server is shutting down"
+        assert events[-1] == "[DONE]"
+        assert wire.sent[-1]["more_body"] is False
         assert frames.is_closed
 
     asyncio.run(main())
