@@ -83,7 +83,7 @@ class EventStream:
         loop = asyncio.get_running_loop()
         self._now = self._clock or loop.time
         self._last_sent_s = self._now()
-        is_complete = False
+        is_ending = is_complete = False
         try:
             async with DisconnectWatch(receive) as watch:
                 self._set_timer(loop, watch, send)
@@ -96,10 +96,12 @@ class EventStream:
                 )
                 last = await self._emit(send, scope)
                 watch.expect_end()
+                is_ending = True
                 await self._write(send, last, more=False)
                 is_complete = True
         except asyncio.CancelledError:  # the server's own limit for streams that outlive it
-            await self._say_cut(send)
+            if not is_ending:
+                await self._say_cut(send)
             raise
         finally:
             self._source.close()

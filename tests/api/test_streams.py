@@ -220,6 +220,21 @@ def test_a_stream_that_the_server_cuts_says_so_and_stays_cancelled() -> None:
     asyncio.run(main())
 
 
+def test_a_stream_cut_while_its_last_bytes_go_out_sends_no_second_end() -> None:
+    async def main() -> None:
+        wire = Wire(block=2)
+        stream = EventStream(Frames(b"one"), StreamTimes())
+        task = asyncio.create_task(stream({REQUEST_ID: "r"}, wire.receive, wire.send))
+        await wire.is_blocked.wait()
+        wire.block = None
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [m.get("body") for m in wire.sent] == [None, b"one"]
+
+    asyncio.run(main())
+
+
 def test_an_unexpected_error_ends_the_stream_properly(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         wire = Wire()
