@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from glm53srv.api import openai
 from glm53srv.api.asgi import MethodNotAllowed, PathNotFound
-from glm53srv.api.lifecycle import Lifecycle
+from glm53srv.api.lifecycle import Lifecycle, Loaded, Loader
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.api.routes import (
     ApiContext,
@@ -43,6 +44,7 @@ from glm53srv.api.routes import (
 from glm53srv.api.sse import StreamTimes
 from glm53srv.config import Config, ServerConfig, load_config
 from glm53srv.errors import Glm53Error, RequestError, RequestFailed
+from glm53srv.progress import Progress, ProgressLine
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +170,30 @@ def app_from_config(config: Config) -> Starlette:
     drain_s = config.server.drain_timeout_s
     if "drain_timeout_s" not in config.sources:
         drain_s = min(drain_s, HYPERCORN_DRAIN_S)
+    # Without our own entry point nobody has set up the log; where somebody has, this changes nothing.
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
     lifecycle = Lifecycle(
-        checkpoint_loader(config),
+        _plainly(checkpoint_loader(config)),
         scheduler_settings(config),
         drain_timeout_s=drain_s,
+        report=ProgressLine(sys.stderr),
         on_failure=exit_soon,
     )
     return create_app(lifecycle, config.server, handles_signals=True)
+
+
+def _plainly(load: Loader) -> Loader:
+    """Say in the log when the weights are noise."""
+
+    def load_and_say(progress: Progress) -> Loaded:
+        loaded = load(progress)
+        if loaded.model.is_random:
+            logger.warning("the weights of %s are random: it speaks nonsense, by design", loaded.model.name)
+        return loaded
+
+    return load_and_say
 
 
 class _EnvironmentApp:

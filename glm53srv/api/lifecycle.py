@@ -113,24 +113,31 @@ class Lifecycle:
         self._engine_thread.shutdown(wait=False)  # its last piece of work is done
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            loaded = await loop.run_in_executor(self._engine_thread, self._load, self._on_progress)
+            steps = await self._load_and_start()
         except Exception as error:  # whatever it is, /health must say it
             if not self._is_closing:
                 self._fail(error, "loading")
             return
+        finally:
+            self._is_settled.set()
+        if steps is not None:
+            self._fail(await steps.wait_failed(), "a step")
+
+    async def _load_and_start(self) -> StepLoop | None:
+        """Load, then run steps; None if the server began to close meanwhile."""
+        loop = asyncio.get_running_loop()
+        loaded = await loop.run_in_executor(self._engine_thread, self._load, self._on_progress)
         if self._is_closing:
             await loop.run_in_executor(self._engine_thread, loaded.engine.close)
-            return
+            return None
         self._steps = StepLoop(loaded.engine, self._settings, executor=self._engine_thread)
         self._steps.start()
         self.state.set_ready(Running(loaded.model, self._steps))
-        self._is_settled.set()
         logger.info("ready model=%s context_tokens=%d", loaded.model.name, loaded.model.context_tokens)
         if self.state.phase is Phase.DRAINING:
             self.begin_drain()
-        self._fail(await self._steps.wait_failed(), "a step")
+        return self._steps
 
     def _on_progress(self, fraction: float, stage: str) -> None:
         """Pass progress on. On the engine thread; raising here is what stops a load."""
@@ -146,6 +153,5 @@ class Lifecycle:
         self.failure = error
         self.state.set_failed(f"{what} failed: {error}")
         self._has_failed.set()
-        self._is_settled.set()
         if self._on_failure is not None:
             self._on_failure(error)

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from glm53srv.api.chat_template import render_chat
+from glm53srv.api.chat_template import RenderedPrompt, render_chat
 from glm53srv.api.output_events import (
     CallArguments,
     CallEnd,
@@ -26,10 +26,10 @@ from glm53srv.api.output_parser import OutputParser
 from glm53srv.api.schema import ChatRequest, parse_chat_request
 from glm53srv.api.served import OWNER, ServedModel
 from glm53srv.api.service import Finish, GenerationJob, StepOutput
-from glm53srv.api.tokenizer import Tokenizer
+from glm53srv.api.tokenizer import Tokenizer, TooManyIds
 from glm53srv.api.tool_types import tool_schemas
 from glm53srv.api.wire import parse_body
-from glm53srv.errors import ModelNotFound, RequestError
+from glm53srv.errors import ContextLengthExceeded, ModelNotFound, RequestError
 from glm53srv.request import GenerationRequest, TokenEvent, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -44,7 +44,7 @@ class ChatJob:
     generation: GenerationJob
 
 
-def prepare_chat(body: bytes, model: ServedModel, request_id: str) -> ChatJob:
+def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -> ChatJob:
     """Parse, check, render and encode. Takes milliseconds for long prompts, so run it in a thread then.
 
     Raises RequestError.
@@ -61,7 +61,7 @@ def prepare_chat(body: bytes, model: ServedModel, request_id: str) -> ChatJob:
         GenerationJob(
             request=GenerationRequest(
                 request_id=request_id,
-                prompt_ids=model.tokenizer.encode(prompt.segments),
+                prompt_ids=_encode(prompt, model, request.max_tokens),
                 sampling=sampling,
                 max_tokens=request.max_tokens,
             ),
@@ -72,6 +72,19 @@ def prepare_chat(body: bytes, model: ServedModel, request_id: str) -> ChatJob:
             num_choices=request.num_choices,
         ),
     )
+
+
+def _encode(prompt: RenderedPrompt, model: ServedModel, max_tokens: int | None) -> tuple[int, ...]:
+    """Encode, and refuse here, off the event loop, what the scheduler would refuse there."""
+    try:
+        return model.tokenizer.encode(prompt.segments, max_ids=model.context_tokens - 1)
+    except TooManyIds as error:
+        raise ContextLengthExceeded(
+            limit_tokens=model.context_tokens,
+            prompt_tokens=error.num_ids,
+            completion_tokens=max_tokens or 1,
+            param="messages",
+        ) from error
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
@@ -145,14 +158,11 @@ class ChunkWriter:
         self._tokenizer = model.tokenizer
         self._calls = [CallIds(answer_id, choice) for choice in range(job.request.num_choices)]
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """Give the role chunk of every choice; sent before prefill, so that something is."""
         role = {"role": "assistant", "content": ""}
-        zero = Usage(0, 0)
-        return b"".join(
-            self._chunk(choice, role, b"null", None, zero if self._options.continuous_usage else None)
-            for choice in range(len(self._calls))
-        )
+        shown = usage if self._options.continuous_usage else None
+        return b"".join(self._chunk(choice, role, b"null", None, shown) for choice in range(len(self._calls)))
 
     def step(self, output: StepOutput, usage: Usage) -> bytes:
         """Give the chunks of one step of one choice, the finish chunk too if it ended."""

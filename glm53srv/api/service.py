@@ -2,7 +2,8 @@
 
     TokenStream -> detokenizer -> stop strings -> output parser -> StepOutput
 
-Every endpoint uses this path; each protocol only builds jobs and spells outputs. Event loop only.
+Every endpoint uses this path; each protocol only builds jobs and spells outputs. Event loop only. Stop
+strings see the whole output, reasoning and markers included, and nothing of the first min_tokens tokens.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ again only when it fires, so a step costs it nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,14 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from glm53srv.api.asgi import REQUEST_ID, DisconnectWatch, Headers
-from glm53srv.errors import RequestError, RequestFailed
+from glm53srv.errors import NotReady, RequestError, RequestFailed
 
 logger = logging.getLogger(__name__)
+
+CUT_S = 1.0
+"""How long the last event of a stream that is cut may take to be written."""
+
+CUT_RETRY_S = 10
 
 KEEP_ALIVE = b": keep-alive\n\n"
 STREAM_HEADERS: Headers = (
@@ -77,7 +83,7 @@ class EventStream:
         loop = asyncio.get_running_loop()
         self._now = self._clock or loop.time
         self._last_sent_s = self._now()
-        is_complete = False
+        is_ending = is_complete = False
         try:
             async with DisconnectWatch(receive) as watch:
                 self._set_timer(loop, watch, send)
@@ -90,8 +96,13 @@ class EventStream:
                 )
                 last = await self._emit(send, scope)
                 watch.expect_end()
+                is_ending = True
                 await self._write(send, last, more=False)
                 is_complete = True
+        except asyncio.CancelledError:  # the server's own limit for streams that outlive it
+            if not is_ending:
+                await self._say_cut(send)
+            raise
         finally:
             self._source.close()
             if self._timer is not None:
@@ -114,6 +125,13 @@ class EventStream:
             return self._source.error_frame(failed)
         return b""
 
+    async def _say_cut(self, send: Send) -> None:
+        """End a stream that the server is about to cut; clients take a silent end for a good answer."""
+        cut = NotReady("the server is shutting down", retry_after_s=CUT_RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CUT_S):
+                await self._write(send, self._source.error_frame(cut), more=False)
+
     async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
         if self._comment is not None:
             await self._end_comment(cancel=False)
@@ -134,9 +152,9 @@ class EventStream:
         self._comment = None
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, watch: DisconnectWatch, send: Send) -> None:
-        """Call again when the next deadline may have passed."""
-        deadline = self._deadline_s()
-        self._timer = loop.call_later(max(0.0, deadline - self._now()), self._tick, loop, watch, send)
+        """Call again at the deadline; a write that ends meanwhile may bring it nearer, so look in between."""
+        delay_s = min(self._deadline_s() - self._now(), self._times.keep_alive_s)
+        self._timer = loop.call_later(max(0.0, delay_s), self._tick, loop, watch, send)
 
     def _deadline_s(self) -> float:
         if self._sending_since_s is not None:

@@ -7,9 +7,10 @@ looked up by name, free text goes through a second tokenizer that knows no added
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -20,6 +21,21 @@ TOKENIZER_FILE = "tokenizer.json"
 
 PROMPT_CONTROLS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 RESPONSE_CONTROLS = ("<tool_response>", "</tool_response>")
+
+
+EARLY_CHARS_PER_ID = 8
+"""Text longer than this per id of room is tried in part first; prose has 4 to 5 characters per id."""
+
+EARLY_SLACK_IDS = 16
+"""A cut text may have a few more ids than its part of the whole; so many do not count."""
+
+
+class TooManyIds(Exception):
+    """A prompt has more ids than the caller can use. num_ids: how many; an estimate if far too many."""
+
+    def __init__(self, num_ids: int) -> None:
+        super().__init__(f"{num_ids} ids")
+        self.num_ids = num_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +106,7 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Encode free text; nothing in it becomes a control token."""
-        if not text:
-            return []
-        # The batch call releases the interpreter lock while it works, the plain one does not.
-        return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return list(self._encode_run(text).ids)
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Encode text in which the spelling of a control token stands for the token (raw completions)."""
@@ -101,19 +114,31 @@ class Tokenizer:
             return []
         return list(self._full.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
-    def encode(self, segments: Sequence[Segment]) -> tuple[int, ...]:
-        """Encode a rendered prompt; neighbouring free text is encoded as one piece."""
+    def encode(self, segments: Sequence[Segment], *, max_ids: int | None = None) -> tuple[int, ...]:
+        """Encode a rendered prompt; neighbouring free text is encoded as one piece.
+
+        Raises TooManyIds when the prompt has more than max_ids. A prompt far beyond is given up early, and
+        never are millions of ids made into Python objects.
+        """
+        parts: list[Any] = []  # control ids, and encodings of the text between them
+        num_ids = 0
+        for run in self._runs(segments):
+            if isinstance(run, int):
+                parts.append(run)
+                num_ids += 1
+            else:
+                if max_ids is not None:
+                    self._give_up_early(run, max_ids - num_ids, segments)
+                parts.append(self._encode_run(run))
+                num_ids += len(parts[-1])
+        if max_ids is not None and num_ids > max_ids:
+            raise TooManyIds(num_ids)
         ids: list[int] = []
-        pending: list[str] = []
-        for segment in segments:
-            if not segment.is_control:
-                pending.append(segment.text)
-                continue
-            if pending:
-                ids += self.encode_text("".join(pending))
-                pending.clear()
-            ids.append(self._added_ids[segment.text])
-        ids += self.encode_text("".join(pending))
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += part.ids
         return tuple(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -130,6 +155,35 @@ class Tokenizer:
             for token_id in token_ids
             if not (skip_special_tokens and token_id in self._special_ids)
         )
+
+    def _runs(self, segments: Sequence[Segment]) -> Iterator[int | str]:
+        """Give the ids of control segments and, joined, the text between them."""
+        pending: list[str] = []
+        for segment in segments:
+            if not segment.is_control:
+                pending.append(segment.text)
+                continue
+            if pending:
+                yield "".join(pending)
+                pending.clear()
+            yield self._added_ids[segment.text]
+        if pending:
+            yield "".join(pending)
+
+    def _give_up_early(self, text: str, room: int, segments: Sequence[Segment]) -> None:
+        """Raise TooManyIds, with an estimate, if the first part of a very long text is too much already."""
+        num_chars = EARLY_CHARS_PER_ID * (room + EARLY_SLACK_IDS)
+        if len(text) <= num_chars:
+            return
+        num_ids = len(self._encode_run(text[: max(num_chars, 1)]))
+        if num_ids > room + EARLY_SLACK_IDS:
+            total_chars = sum(len(segment.text) for segment in segments)
+            raise TooManyIds(num_ids * total_chars // max(num_chars, 1))
+
+    def _encode_run(self, text: str) -> Any:
+        """Encode text; len() of the result counts its ids without making them Python objects."""
+        # The batch call releases the interpreter lock while it works, the plain one does not.
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0]
 
     def _look_up_bytes(self, token_id: int) -> bytes:
         added = self._added_bytes.get(token_id)

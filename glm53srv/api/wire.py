@@ -28,7 +28,7 @@ def invalid(path: str, text: str) -> InvalidRequest:
     return InvalidRequest(f"{path} {text}", param=path)
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes | bytearray) -> dict[str, Any]:
     """Parse a request body. Raises InvalidRequest unless it is a JSON object."""
     try:
         value = orjson.loads(body)

@@ -363,3 +363,54 @@ def test_a_model_that_thinks_although_told_not_to_never_shows_the_marker(kwargs:
     whole, _ = run_chat("<think>Simple fact.</think>Paris.", chat_template_kwargs=kwargs)
     message = whole["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Paris.", "Simple fact.")
+
+
+def content_of(text: str, **fields: Any) -> str:
+    whole, events = run_chat(text, **fields)
+    content: str = whole["choices"][0]["message"]["content"] or ""
+    assert assemble(events)["content"] == content
+    return content
+
+
+def test_the_second_runs_of_the_fault_cases(shared_dir: Path) -> None:
+    """Near misses and broken outputs that the reports describe beside the main case."""
+    data = {case["id"]: case.get("data", {}) for case in fault_cases(shared_dir)}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    miss = data["FC-033"]
+    near = miss["near_miss"]
+    assert content_of("".join(near["deltas"]), stop=miss["stop"], **off) == near["content"]
+    second = data["FC-035"]["second"]
+    assert content_of("".join(second["deltas"]), stop=data["FC-035"]["stop"]) == second["content"]
+    recovered, _ = run_chat(data["FC-010"]["malformed"], tools=TOOLS)
+    assert recovered["choices"][0]["message"]["content"] is None
+    (call,) = recovered["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    broken, events = run_chat(data["FC-016"]["malformed"], tools=TOOLS)
+    assert broken["choices"][0]["finish_reason"] == assemble(events)["finish"] == "stop"
+
+
+def test_text_goes_out_as_utf_8_and_not_as_escapes() -> None:
+    async def main() -> None:
+        server = make_server()
+        async with serving(server) as client:
+            note = "<arg_key>city</arg_key><arg_value>明天 🎉 上海</arg_value>"
+            server.script("r", f"记下。</think><tool_call>get_weather{note}</tool_call>")
+            body = (await client.chat(stream=True, tools=TOOLS)).body
+            assert "\\u" not in body.decode()
+            assert "🎉" in body.decode()
+
+    asyncio.run(main())
+
+
+def test_unknown_template_arguments_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server = make_server()
+        async with serving(server) as client:
+            server.script("r", "a</think>b")
+            for _ in range(3):
+                await client.chat(chat_template_kwargs={"enable_thnking\n": False})
+
+    asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records if "enable_thnking" in record.getMessage()]
+    assert len(lines) == 1
+    assert "\n" not in lines[0]

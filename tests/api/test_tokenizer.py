@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as HfTokenizer
 
 from glm53srv.api.markers import Marker
-from glm53srv.api.tokenizer import Segment, Tokenizer
+from glm53srv.api.tokenizer import Segment, Tokenizer, TooManyIds
 from glm53srv.errors import CheckpointError
 from tests.api.builders import PLAIN_ADDED, SPECIAL, small_hf_tokenizer
 
@@ -102,3 +102,28 @@ def test_glm_goldens_encode_alike(glm_tokenizer: Tokenizer, template_goldens: di
     assert len(prompts) >= 40
     for prompt in prompts:
         assert glm_tokenizer.decode_bytes(glm_tokenizer.encode_with_controls(prompt)).decode() == prompt
+
+
+def test_a_prompt_beyond_the_limit_is_counted_not_returned(tokenizer: Tokenizer) -> None:
+    segments = [Segment("<|user|>", is_control=True), Segment("abc")]
+    assert len(tokenizer.encode(segments, max_ids=4)) == 4
+    with pytest.raises(TooManyIds) as caught:
+        tokenizer.encode(segments, max_ids=3)
+    assert caught.value.num_ids == 4
+
+
+@pytest.mark.parametrize("max_ids", [0, 1, 5, 100])
+def test_a_prompt_far_beyond_the_limit_is_estimated(tokenizer: Tokenizer, max_ids: int) -> None:
+    segments = [Segment("<|user|>", is_control=True), Segment("ab " * 100_000)]
+    with pytest.raises(TooManyIds) as caught:
+        tokenizer.encode(segments, max_ids=max_ids)
+    assert 0.9 * 300_001 < caught.value.num_ids < 1.1 * 300_001
+
+
+def test_long_tokens_may_fit_where_their_characters_are_many(tokenizer: Tokenizer) -> None:
+    """The early look must not refuse what fits: 5 characters per id here, and room for exactly all."""
+    segments = [Segment("hello" * 4000)]
+    num_ids = len(tokenizer.encode(segments))
+    assert tokenizer.encode(segments, max_ids=num_ids) == tokenizer.encode(segments)
+    with pytest.raises(TooManyIds):
+        tokenizer.encode(segments, max_ids=num_ids - 1)
