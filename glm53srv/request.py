@@ -20,6 +20,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"  # a stop id was sampled, or the service closed the stream at a stop string
     LENGTH = "length"  # max_tokens or the context length was reached
     ABORT = "abort"  # the client went away, or the server is draining
+    CANCELLED = "cancelled"  # another request asked for its end
     ERROR = "error"  # the engine failed
 
 
@@ -143,10 +144,12 @@ class PromptNews:
     """What the end of a chunk tells about the prompt, to a request that asked.
 
     num_computed: prompt tokens computed so far; less than before when a preempted sequence begins again.
-    logprobs: those of the next prompt tokens, each position once and in order over all events.
+    elapsed_s: since the sequence first ran. logprobs: those of the next prompt tokens, each position once and
+    in order over all events.
     """
 
     num_computed: int
+    elapsed_s: float
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -165,6 +168,20 @@ class TokenEvent:
     finish: FinishReason | None = None
     error: str | None = None
     prompt: PromptNews | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTimes:
+    """When things happened to a sequence, in seconds of the step loop's clock; None: not yet.
+
+    num_preemptions: how often it lost its place and was computed again.
+    """
+
+    submitted_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

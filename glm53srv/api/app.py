@@ -33,8 +33,8 @@ from glm53srv.api.lifecycle import Lifecycle, Loaded, Loader
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.api.routes import (
     ApiContext,
-    ChatCompletions,
     Endpoint,
+    GenerationEndpoint,
     Health,
     JsonEdge,
     Liveness,
@@ -104,7 +104,7 @@ def api_routes(context: ApiContext) -> Sequence[BaseRoute]:
         ("GET", "/livez", Liveness()),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{model_id:path}", models),
-        ("POST", "/v1/chat/completions", ChatCompletions(context)),
+        ("POST", "/v1/chat/completions", GenerationEndpoint(context, openai.prepare_chat, "chatcmpl")),
     )
     return [Route(path, JsonEdge(endpoint), methods=[method]) for method, path, endpoint in table]
 

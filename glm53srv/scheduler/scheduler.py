@@ -280,7 +280,7 @@ class Scheduler:
         sequence.turn = self._next_step_id + 1  # behind whom the next plan admits: they came meanwhile
         self._prefill_rate.add(chunk.num_tokens, now_s)
         self._totals.prefill_tokens += chunk.num_tokens
-        news = sequence.prompt_news(result.prompt_logprobs)
+        news = sequence.prompt_news(result.prompt_logprobs, now_s)
         events = [] if news is None else [(sequence.sequence_id, TokenEvent(None, prompt=news))]
         if piece.is_last_chunk:
             sequence.begin_decoding()

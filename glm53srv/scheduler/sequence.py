@@ -80,6 +80,7 @@ class Sequence:
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.token_gap_s: float | None = None  # between its two newest tokens
         self._page_ids: tuple[int, ...] = ()
 
     @property
@@ -148,13 +149,14 @@ class Sequence:
             return range(0)
         return wanted.positions_after(chunk_begin, chunk_end, self.num_prompt_tokens)
 
-    def prompt_news(self, logprobs: tuple[TokenLogprobs, ...]) -> PromptNews | None:
+    def prompt_news(self, logprobs: tuple[TokenLogprobs, ...], now_s: float) -> PromptNews | None:
         """Note what a chunk that is done has told of the prompt; gives the reader's news, if it asked."""
         self._num_told += len(logprobs)
         is_prompt = self.request.reports_prompt and not self.output_ids
         if not logprobs and not is_prompt:
             return None
-        return PromptNews(min(self.num_computed_tokens, self.num_prompt_tokens), logprobs)
+        elapsed_s = now_s - (self.first_scheduled_s or now_s)
+        return PromptNews(min(self.num_computed_tokens, self.num_prompt_tokens), elapsed_s, logprobs)
 
     def admit(self, slot: int, turn: int, now_s: float) -> None:
         """QUEUED to PREFILLING."""
@@ -206,6 +208,8 @@ class Sequence:
         self.output_ids.append(token_id)
         if self.first_token_s is None:
             self.first_token_s = now_s
+        if self.last_token_s is not None:
+            self.token_gap_s = now_s - self.last_token_s
         self.last_token_s = now_s
         if token_id in self._stop_ids and num_before >= self.request.sampling.min_tokens:
             return FinishReason.STOP, True
