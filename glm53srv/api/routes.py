@@ -1,4 +1,4 @@
-"""The endpoints. Each is a small ASGI application; what they say is spelled in openai.py."""
+"""The endpoints. Each is a small ASGI application; what they say is spelled by the protocol modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from glm53srv.api import openai
+from glm53srv.api import openai_wire
 from glm53srv.api.asgi import (
     REQUEST_ID,
     ClientGone,
@@ -89,7 +89,7 @@ class JsonEdge:
 
 async def send_error(send: Send, error: RequestError) -> None:
     """Answer with an OpenAI error object."""
-    await send_json(send, error.status, openai.error_body(error), error_headers(error))
+    await send_json(send, error.status, openai_wire.error_body(error), error_headers(error))
 
 
 class Health:
@@ -121,10 +121,10 @@ class Models:
         model = self._state.require_running().model
         model_id = scope.get("path_params", {}).get("model_id")
         if model_id is None:
-            await send_json(send, 200, {"object": "list", "data": [openai.model_body(model)]})
+            await send_json(send, 200, {"object": "list", "data": [openai_wire.model_body(model)]})
             return
-        openai.check_model(model_id, model)
-        await send_json(send, 200, openai.model_body(model))
+        openai_wire.check_model(model_id, model)
+        await send_json(send, 200, openai_wire.model_body(model))
 
 
 class GenerationEndpoint:
