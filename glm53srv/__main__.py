@@ -4,6 +4,7 @@
     glm53srv generate  PROMPT [options]       answer one prompt in the terminal
     glm53srv doctor    [--json] [options]     say what this machine can run, and why
     glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
+    glm53srv panel make --out FILE [options]  write a reference panel of a model, to score servers against
 
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
 failed; 1 anything else; 128 + n ended by signal n a second time.
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         "generate": _generate,
         "doctor": _doctor,
         "pack": _pack,
+        "panel": _panel,
     }
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
@@ -112,6 +114,21 @@ def _pack(argv: Sequence[str]) -> int:
     return 0
 
 
+def _panel(argv: Sequence[str]) -> int:
+    from glm53srv.config import load_config
+    from glm53srv.engine.factory import load_engine
+    from glm53srv.machine import read_machine
+    from glm53srv.panel import PanelOptions, make_panel
+    from glm53srv.progress import ProgressLine
+
+    options, rest = PanelOptions.parse(argv)
+    config = load_config(rest).engine
+    progress = ProgressLine(sys.stderr, label="judging")
+    load = ProgressLine(sys.stderr)
+    print(make_panel(options, config.model_dir, lambda: load_engine(config, read_machine(), load), progress))
+    return 0
+
+
 def set_up_logging(level: str) -> None:
     """Write log lines to standard error: time, level, module, text."""
     logging.basicConfig(
@@ -135,7 +152,7 @@ def _help() -> str:
     from glm53srv.options import usage
 
     assert __doc__ is not None
-    return f"{__doc__.strip()}\n\nOptions of serve, generate and doctor:\n{usage()}"
+    return f"{__doc__.strip()}\n\nOptions of serve, generate, doctor and panel:\n{usage()}"
 
 
 if __name__ == "__main__":

@@ -1,39 +1,48 @@
-"""Reference panels: teacher-forced top log-probabilities of stock exllamav3 1.5.1 over fixed token sequences.
+"""Reference panels: teacher-forced top log-probabilities of a trusted engine over fixed token sequences.
 
-    python -m glm53srv.panel MODEL_DIR --texts texts.json --out panel.json        needs a GPU, torch and
-    exllamav3
+    glm53srv panel make --model DIR --out panel.json                      by this server's own engine
+    glm53srv panel make --model DIR --reference exllamav3 --texts texts.json --out panel.json
+                                                  by stock exllamav3 1.5.1: needs a GPU, torch and exllamav3
 
-texts.json: a list of {"name", "ids", "positions"}; positions are the places whose next token is scored
-(absent: all but the last). A panel holds the same with, per position, the `top` most likely next ids and
-their natural log-probabilities, so that an engine can be scored by top-1 agreement and KL divergence without
-the GPU.
+A panel holds, per position, the `top` most likely next ids and their natural log-probabilities, so that a
+server can be scored by top-1 agreement and KL divergence without the reference (bench/score_ref_panel.py,
+which describes the file). What the texts are: panel_texts.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from glm53srv.engine.base import Engine
+from glm53srv.engine.drive import EngineDriver
 from glm53srv.errors import CheckpointError, ConfigError
+from glm53srv.flags import take_flags
+from glm53srv.panel_texts import PanelText, default_texts, parse_texts, read_texts
+from glm53srv.progress import Progress
+from glm53srv.request import TokenLogprobs
+
+__all__ = ["FORMAT", "TOP", "PanelEntry", "PanelText", "ReferenceModel", "load_panel", "make_panel"]
+__all__ += ["parse_texts", "write_panel"]
 
 EXLLAMAV3_VERSION = "1.5.1"
 TOP = 20
 FORMAT = "glm53srv-panel-1"
+ANSWER_TOKENS = 256
+"""How far the reference continues a chat: eight chats then give about 2,500 positions."""
 
-
-@dataclass(frozen=True, slots=True)
-class PanelText:
-    """One token sequence and the positions at which the next token is scored, ascending."""
-
-    name: str
-    ids: tuple[int, ...]
-    positions: tuple[int, ...]
+REFERENCES = ("engine", "exllamav3")
+FLAGS = {
+    "--out": "a file",
+    "--texts": "a file",
+    "--reference": f"one of {', '.join(REFERENCES)}",
+    "--answer-tokens": "a whole number",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +54,32 @@ class PanelEntry:
     positions: tuple[int, ...]
     top_ids: tuple[tuple[int, ...], ...]
     top_logprobs: tuple[tuple[float, ...], ...]
+    chat: dict[str, Any] | None = None
+    num_prompt: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Give it as in the file."""
+        content: dict[str, Any] = {
+            "name": self.name,
+            "ids": self.ids,
+            "positions": self.positions,
+            "top_ids": self.top_ids,
+            "top_logprobs": self.top_logprobs,
+        }
+        if self.chat is not None:
+            content |= {"chat": self.chat, "num_prompt": self.num_prompt}
+        return content
 
 
-def parse_texts(entries: list[dict[str, Any]]) -> list[PanelText]:
-    """Check the entries of a texts file. Raises ConfigError that names the entry."""
-    texts = []
-    for number, entry in enumerate(entries):
-        ids = tuple(int(token) for token in entry["ids"])
-        positions = tuple(int(place) for place in entry.get("positions", range(len(ids) - 1)))
-        if not positions or positions[0] < 0 or positions[-1] >= len(ids):
-            raise ConfigError(f"text {number}: positions must lie in [0, {len(ids)})")
-        texts.append(PanelText(str(entry.get("name", number)), ids, positions))
-    return texts
+class Reference(Protocol):
+    """An engine that is trusted."""
+
+    @property
+    def engine_name(self) -> str:
+        """Name it as the panel is to name it."""
+
+    def score(self, text: PanelText, vocab_size: int) -> PanelEntry:
+        """Judge one text. vocab_size: ids that stand for tokens; rows of the head beyond are padding."""
 
 
 def load_panel(path: Path) -> list[PanelEntry]:
@@ -71,13 +94,64 @@ def load_panel(path: Path) -> list[PanelEntry]:
             tuple(entry["positions"]),
             tuple(tuple(ids) for ids in entry["top_ids"]),
             tuple(tuple(values) for values in entry["top_logprobs"]),
+            entry.get("chat"),
+            int(entry.get("num_prompt", 0)),
         )
         for entry in content["entries"]
     ]
 
 
+class EngineReference:
+    """An engine of this server as the reference. Owns the engine's slots; the engine's thread only."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine_name = name
+        self._engine = engine
+        self._driver = EngineDriver(engine)
+
+    def answer(self, text: PanelText, num_tokens: int) -> PanelText:
+        """Continue a text greedily, to the end of the turn or for num_tokens; scores the new places too."""
+        told = self._driver.open([text.ids], num_top=1, room_tokens=num_tokens)
+        ids = list(text.ids)
+        best = told[0][-1].top[0][0]
+        for _ in range(num_tokens):
+            ids.append(best)
+            if best in self._engine.limits.eos_token_ids:
+                break
+            logprobs = self._driver.decode([best])[0].logprobs
+            assert logprobs is not None
+            best = logprobs.top[0][0]
+        self._driver.release()
+        return replace(text, ids=tuple(ids), positions=(*text.positions, *range(len(text.ids), len(ids) - 1)))
+
+    def score(self, text: PanelText, vocab_size: int) -> PanelEntry:
+        """Judge one text in one prefill."""
+        if max(text.ids) >= vocab_size:
+            raise ConfigError(f"{text.name}: id {max(text.ids)} is none of the model's {vocab_size}")
+        first = text.positions[0]
+        judged = self._driver.open([text.ids], num_top=TOP, first_judged=first + 1)[0]
+        self._driver.release()
+        wanted = [judged[position - first] for position in text.positions]
+        return entry_of(text, wanted)
+
+
+def entry_of(text: PanelText, judged: Sequence[TokenLogprobs]) -> PanelEntry:
+    """Put a text and what was said of its positions together."""
+    return PanelEntry(
+        name=text.name,
+        ids=text.ids,
+        positions=text.positions,
+        top_ids=tuple(tuple(token for token, _ in row.top) for row in judged),
+        top_logprobs=tuple(tuple(round(value, 5) for _, value in row.top) for row in judged),
+        chat=None if text.chat is None else dict(text.chat),
+        num_prompt=text.num_prompt,
+    )
+
+
 class ReferenceModel:
     """A checkpoint in stock exllamav3 on cuda:0. One thread, under torch.inference_mode()."""
+
+    engine_name = f"exllamav3 {EXLLAMAV3_VERSION}"
 
     def __init__(self, model_dir: Path) -> None:
         # exact kernels: int8 activations off, no timing-dependent fp16 accumulators
@@ -105,35 +179,81 @@ class ReferenceModel:
         """Score one text."""
         rows = self.logits(text.ids)[list(text.positions), :vocab_size].log_softmax(-1)
         best = rows.topk(TOP, dim=-1)
-        top_ids = tuple(tuple(int(token) for token in row) for row in best.indices.tolist())
-        values = tuple(tuple(round(float(value), 5) for value in row) for row in best.values.tolist())
-        return PanelEntry(text.name, text.ids, text.positions, top_ids, values)
+        pairs = [
+            tuple((int(token), float(value)) for token, value in zip(ids, values, strict=True))
+            for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        return entry_of(text, [TokenLogprobs(0.0, pair) for pair in pairs])
 
 
-def write_panel(model: ReferenceModel, texts: list[PanelText], vocab_size: int, out: Path) -> int:
+def write_panel(model: Reference, texts: Sequence[PanelText], vocab_size: int, out: Path) -> int:
     """Score all texts and write the panel; give the number of positions."""
-    entries = [asdict(model.score(text, vocab_size)) for text in texts]
-    content = {"format": FORMAT, "engine": f"exllamav3 {EXLLAMAV3_VERSION}", "top": TOP, "entries": entries}
+    entries = [model.score(text, vocab_size).as_json() for text in texts]
+    content = {"format": FORMAT, "engine": model.engine_name, "top": TOP, "entries": entries}
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
     return sum(len(text.positions) for text in texts)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Make a panel from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="glm53srv panel", description="make a reference panel with exllamav3"
-    )
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--texts", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(argv)
-    texts = parse_texts(json.loads(options.texts.read_text(encoding="utf-8")))
-    config = json.loads((options.model_dir / "config.json").read_text(encoding="utf-8"))
-    model = ReferenceModel(options.model_dir)
-    num_positions = write_panel(model, texts, int(config["text_config"]["vocab_size"]), options.out)
-    sys.stdout.write(f"{options.out}: {len(texts)} texts, {num_positions} positions\n")
-    return 0
+@dataclass(frozen=True, slots=True)
+class PanelOptions:
+    """What `glm53srv panel make` takes besides the configuration. texts None: the chats of panel_texts."""
+
+    out: Path
+    texts: Path | None = None
+    reference: str = "engine"
+    answer_tokens: int = ANSWER_TOKENS
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> tuple[PanelOptions, list[str]]:
+        """Take the command's own words off; gives what is left. Raises ConfigError."""
+        words, flags = take_flags(argv, FLAGS)
+        if words[:1] != ["make"]:
+            raise ConfigError("panel what? `glm53srv panel make --model DIR --out FILE` is the one thing")
+        if "--out" not in flags:
+            raise ConfigError("panel make needs --out FILE")
+        reference = flags.get("--reference", "engine")
+        answer_tokens = flags.get("--answer-tokens", str(ANSWER_TOKENS))
+        if reference not in REFERENCES:
+            raise ConfigError(f"--reference is {reference!r}, must be one of {', '.join(REFERENCES)}")
+        if not answer_tokens.isdigit():
+            raise ConfigError(f"--answer-tokens is {answer_tokens!r}, must be a whole number from 0")
+        options = cls(
+            out=Path(flags["--out"]).expanduser(),
+            texts=Path(flags["--texts"]).expanduser() if "--texts" in flags else None,
+            reference=reference,
+            answer_tokens=int(answer_tokens),
+        )
+        return options, words[1:]
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def make_panel(
+    options: PanelOptions, model_dir: Path, load_engine: Callable[[], Engine], progress: Progress
+) -> str:
+    """Make a panel and write it; gives one line that says what was written.
+
+    load_engine: makes the server's engine on the calling thread; it is closed here. Raises Glm53Error.
+    """
+    from glm53srv.api.tokenizer import Tokenizer
+    from glm53srv.model.config import load_model_config
+    from glm53srv.model.vocabulary import count_token_ids
+
+    tokenizer = Tokenizer.load(model_dir)
+    num_ids = count_token_ids(model_dir, load_model_config(model_dir).vocab_size)
+    texts = default_texts(tokenizer) if options.texts is None else read_texts(options.texts, tokenizer)
+    if options.reference == "exllamav3":
+        num_positions = write_panel(ReferenceModel(model_dir), texts, num_ids, options.out)
+        return f"{options.out}: {len(texts)} texts, {num_positions} positions"
+    engine = load_engine()
+    try:
+        reference = EngineReference(engine, f"glm53srv {type(engine).__name__}")
+        answered = []
+        for number, text in enumerate(texts):
+            progress(number / len(texts), text.name)
+            is_chat = text.chat is not None and options.answer_tokens > 0
+            answered.append(reference.answer(text, options.answer_tokens) if is_chat else text)
+        num_positions = write_panel(reference, answered, num_ids, options.out)
+        progress(1.0, "done")
+    finally:
+        engine.close()
+    return f"{options.out}: {len(texts)} texts, {num_positions} positions"
