@@ -42,6 +42,7 @@ from glm53srv.api.routes import (
     Models,
     RequestLog,
 )
+from glm53srv.api.sglang import prepare_generate
 from glm53srv.api.sse import StreamTimes
 from glm53srv.config import Config, ServerConfig, load_config
 from glm53srv.errors import Glm53Error, RequestError, RequestFailed
@@ -98,6 +99,7 @@ def api_routes(context: ApiContext) -> Sequence[BaseRoute]:
     """Give the table of endpoints."""
     health = Health(context.state)
     models = Models(context.state)
+    generate = GenerationEndpoint(context, prepare_generate, "gen")
     table: tuple[tuple[str, str, Endpoint], ...] = (
         ("GET", "/health", health),
         ("GET", "/health/ready", health),
@@ -107,6 +109,8 @@ def api_routes(context: ApiContext) -> Sequence[BaseRoute]:
         ("GET", "/v1/models/{model_id:path}", models),
         ("POST", "/v1/chat/completions", GenerationEndpoint(context, openai.prepare_chat, "chatcmpl")),
         ("POST", "/v1/completions", GenerationEndpoint(context, prepare_completion, "cmpl")),
+        ("POST", "/generate", generate),
+        ("PUT", "/generate", generate),
     )
     return [Route(path, JsonEdge(endpoint), methods=[method]) for method, path, endpoint in table]
 

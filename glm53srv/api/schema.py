@@ -178,13 +178,15 @@ def parse_sampling(
     defaults: SamplingParams,
     num_logprobs: int | None,
     names: Mapping[str, str] = {},  # read only
+    logprob_token_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
     """Take the defaults, then what the client gave; SamplingParams checks the ranges.
 
     names: the protocol's names for ours, where they differ. Raises InvalidRequest naming the field.
     """
     try:
-        return _read_sampling(fields, defaults, num_logprobs, names)
+        sampling = replace(_read_sampling(fields, defaults, names), num_logprobs=num_logprobs)
+        return replace(sampling, logprob_token_ids=logprob_token_ids)
     except InvalidRequest as error:
         if error.param is None or error.param.startswith(fields.path):
             raise
@@ -192,9 +194,7 @@ def parse_sampling(
         raise InvalidRequest(error.message.replace(error.param, own, 1), param=own) from error
 
 
-def _read_sampling(
-    fields: Fields, defaults: SamplingParams, num_logprobs: int | None, names: Mapping[str, str]
-) -> SamplingParams:
+def _read_sampling(fields: Fields, defaults: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
     given: dict[str, Any] = {}
     for name in (
         "temperature",
@@ -215,7 +215,6 @@ def _read_sampling(
         defaults,
         **given,
         logit_bias=parse_logit_bias(fields),
-        num_logprobs=num_logprobs,
         stop_token_ids=parse_ids(fields, "stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos", False),
     )
@@ -268,7 +267,7 @@ def parse_stop(fields: Fields) -> tuple[str, ...]:
         raise fields.error("stop", f"must be a string or a list of at most {MAX_STOPS} strings")
     for at, stop in enumerate(stops):
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
-            path = "stop" if isinstance(value, str) else f"stop[{at}]"
+            path = fields.path_of("stop" if isinstance(value, str) else f"stop[{at}]")
             raise invalid(path, f"must be a string of 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
@@ -285,5 +284,5 @@ def ranged(fields: Fields, name: str, low: int, high: int | None) -> int | None:
     value = fields.integer(name)
     if value is not None and (value < low or (high is not None and value > high)):
         limit = f"between {low} and {high}" if high is not None else f"{low} or more"
-        raise InvalidRequest(f"{name} must be {limit}", param=name)
+        raise fields.error(name, f"must be {limit}")
     return value
