@@ -71,14 +71,19 @@ def route_rows(context: ApiContext, metrics: Metrics, info: ServerInfo) -> list[
     text = TextEndpoint
     get, post = ("GET",), ("POST",)
     return [
-        Row(post, ("/v1/chat/completions",), chat, Operation("Answer a chat", "ChatCompletionRequest", True)),
+        Row(
+            post,
+            ("/v1/chat/completions", "/chat/completions"),
+            chat,
+            Operation("Answer a chat", "ChatCompletionRequest", True),
+        ),
         Row(
             post,
             ("/v1/completions",),
             completion,
             Operation("Go on from a raw prompt", "CompletionRequest", True),
         ),
-        Row(get, ("/v1/models",), models, Operation("List the model")),
+        Row(get, ("/v1/models", "/models"), models, Operation("List the model")),
         Row(get, ("/v1/models/{model_id:path}",), models, Operation("Describe the model")),
         Row(
             ("POST", "PUT"),

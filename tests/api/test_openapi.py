@@ -31,7 +31,8 @@ OBJECT_FIELDS = ("logit_bias", "chat_template_kwargs", "sampling_params", "strea
 def wrong_values(name: str) -> list[Any]:
     """Give values of types that a field does not have."""
     wrongs: list[Any] = [] if name in TEXT_FIELDS else ["#"]
-    return wrongs + ([5.5] if name in OBJECT_FIELDS else [{"x": []}])
+    wrongs.append(5.5 if name in OBJECT_FIELDS else {"x": []})
+    return wrongs
 
 
 def document() -> dict[str, Any]:
