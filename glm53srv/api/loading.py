@@ -18,6 +18,9 @@ from glm53srv.scheduler.scheduler import SchedulerSettings
 DEFAULT_NAME = "glm-5.3-flash"
 RANDOM_NAME = "random-weights"
 
+MODEL_TYPE = "glm5_next"
+"""model_type in the config.json of every checkpoint that is served."""
+
 TOKENIZER_SHARE = 0.05
 """Share of the progress bar that ends before the engine loads."""
 
@@ -27,7 +30,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
 
     def load(progress: Progress) -> Loaded:
         from glm53srv.engine.factory import load_engine  # numpy and native code: not before the port is open
-        from glm53srv.model.config import load_model_config
+        from glm53srv.model.config import ARCHITECTURE, load_model_config
 
         model_dir = config.engine.model_dir
         progress(0.0, "tokenizer")
@@ -54,6 +57,9 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
                 repetition_penalty=_or(advised.repetition_penalty, neutral.repetition_penalty),
             ),
             is_random=model_config.is_random,
+            path=str(model_dir),
+            model_type=MODEL_TYPE,
+            architectures=(ARCHITECTURE,),
         )
         return Loaded(engine, served)
 

@@ -42,6 +42,9 @@ At this size that takes 0.3 ms, at twice the size 0.6 ms (GLM's tokenizer, prose
 
 MAX_TOLD_NAMES = 64
 
+PROBES = ("/health", "/livez", "/ready", "/metrics")
+"""Paths that machines ask every few seconds: no line at INFO unless the answer is a failure."""
+
 LOG_FIELDS = "glm53srv.log_fields"
 """Scope key of a dict that a handler fills for the line its request gets in the log."""
 
@@ -261,7 +264,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            is_probe = scope["path"].startswith(("/health", "/livez")) and status == 200
+            is_probe = scope["path"].startswith(PROBES) and status in (200, 503)
             logger.log(
                 logging.DEBUG if is_probe else logging.INFO,
                 "request id=%s method=%s path=%r status=%s duration_s=%.3f%s",

@@ -124,6 +124,19 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
     )
 
 
+ChatPrompt = tuple[tuple[ChatMessage, ...], tuple[Mapping[str, Any], ...], TemplateOptions]
+
+
+def parse_chat_prompt(fields: Fields) -> ChatPrompt:
+    """Read what a prompt is rendered from: messages, tools, template options. Raises InvalidRequest."""
+    if not fields.boolean("add_generation_prompt", True):
+        raise fields.error("add_generation_prompt", "must be true")
+    if fields.boolean("continue_final_message", False):
+        raise fields.error("continue_final_message", "is not supported")
+    kwargs = fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
+    return parse_messages(fields), _parse_tool_choice(fields), _parse_template(fields, kwargs)
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     for name, remedy in REFUSED_FIELDS.items():
         if fields.raw(name) not in (None, False):
