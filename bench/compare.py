@@ -1,0 +1,213 @@
+"""Compare two servers, or two results of the sweep, and say what of the difference is more than noise.
+
+    python3 -m bench.compare --a http://127.0.0.1:30000 --b http://127.0.0.1:30001 --blocks 3
+    python3 -m bench.compare --a sweep-old.json --b sweep-new.json
+
+Servers are measured in the order A B B A, block after block, so that a machine that slowly drifts favours
+neither; each block gives one ratio, B to A, of its two means. Files were measured at two times, which no
+order can mend: a ratio of their medians says less. A ratio is called a difference when 1 lies outside its
+range (least to largest over the blocks, or what the files' least and largest values allow) and outside
+--noise. Ratios are turned so that above 1 always means that B is better.
+
+Exit code 0: no metric of B is worse beyond noise by more than --max-loss; 1: one is; 2: not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import measure
+from bench.client import Client
+from bench.errors import BadInput
+from bench.facts import server_facts
+from bench.report import (
+    Check,
+    Progress,
+    add_output_flags,
+    close_report,
+    open_report,
+    read_result,
+    run_command,
+    table,
+)
+
+TOOL = "compare"
+ORDER = "ABBA"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """B to A of one metric, above 1 where B is better. low, high: its range."""
+
+    metric: str
+    a: float
+    b: float
+    ratio: float
+    low: float
+    high: float
+    runs: int
+
+    def verdict(self, noise: float) -> str:
+        """Say whether it is a difference: 1 lies outside the range, and the ratio outside the noise."""
+        if self.low > 1.0 and self.ratio > 1.0 + noise:
+            return "better"
+        if self.high < 1.0 and self.ratio < 1.0 - noise:
+            return "worse"
+        return "same"
+
+
+def ratio_of_blocks(
+    metric: str, blocks: Sequence[dict[str, list[float]]], *, higher_is_better: bool = True
+) -> Ratio:
+    """Make the ratio of blocks, each with the values of "A" and "B": one ratio per block, their median."""
+    ratios = []
+    for block in blocks:
+        a, b = statistics.mean(block["A"]), statistics.mean(block["B"])
+        ratios.append(b / a if higher_is_better else a / b)
+    return Ratio(
+        metric=metric,
+        a=statistics.median([value for block in blocks for value in block["A"]]),
+        b=statistics.median([value for block in blocks for value in block["B"]]),
+        ratio=statistics.median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        runs=sum(len(block["A"]) + len(block["B"]) for block in blocks),
+    )
+
+
+def ratio_of_metrics(name: str, a: dict[str, Any], b: dict[str, Any]) -> Ratio:
+    """Make the ratio of two metrics of the sweep; its range is what their least and largest values allow."""
+    if a.get("better", "higher") == "higher":
+        ratio, low, high = b["median"] / a["median"], b["min"] / a["max"], b["max"] / a["min"]
+    else:
+        ratio, low, high = a["median"] / b["median"], a["min"] / b["max"], a["max"] / b["min"]
+    return Ratio(name, a["median"], b["median"], ratio, low, high, len(a["all"]) + len(b["all"]))
+
+
+def compare_files(path_a: Path, path_b: Path) -> tuple[list[Ratio], list[str]]:
+    """Compare two results of the sweep; gives ratios, and what speaks against comparing them."""
+    documents = [read_result(path, "sweep") for path in (path_a, path_b)]
+    metrics_a, metrics_b = (document["result"]["metrics"] for document in documents)
+    shared = [name for name in metrics_a if name in metrics_b]
+    if not shared:
+        raise BadInput(f"{path_a} and {path_b} have no metric in common")
+    notes = ["measured at two times: drift of the machine is in the ratios"]
+    notes += [
+        f"{key} differs: {documents[0]['machine'].get(key)} and {documents[1]['machine'].get(key)}"
+        for key in ("cpu", "gpus", "cpus_usable")
+        if documents[0]["machine"].get(key) != documents[1]["machine"].get(key)
+    ]
+    return [ratio_of_metrics(name, metrics_a[name], metrics_b[name]) for name in shared], notes
+
+
+def compare_servers(
+    benches: dict[str, measure.Bench], options: argparse.Namespace, progress: Progress
+) -> tuple[list[Ratio], dict[str, Any]]:
+    """Measure two servers in turn; gives ratios and all values."""
+    measures: dict[str, Callable[[measure.Bench, int], float]] = {
+        f"prefill {num}": _prefill_rate(num) for num in options.prefill
+    }
+    for num_streams in options.conc:
+        measures[f"decode C{num_streams}"] = _decode_rate(num_streams, options.max_tokens)
+    for bench in benches.values():
+        bench.prompt(bench.random_ids(min(512, bench.context_tokens // 2)), 1)  # warm up
+    ratios, raw = [], {}
+    for name, run in measures.items():
+        blocks = []
+        for number in range(options.blocks):
+            block: dict[str, list[float]] = {"A": [], "B": []}
+            for at, side in enumerate(ORDER):
+                block[side].append(run(benches[side], (number * len(ORDER) + at) * 100))
+            blocks.append(block)
+            progress(f"{name}, block {number + 1}: A {_shown(block['A'])}  B {_shown(block['B'])} tok/s")
+        ratios.append(ratio_of_blocks(name, blocks))
+        raw[name] = blocks
+    return ratios, raw
+
+
+def _prefill_rate(num_tokens: int) -> Callable[[measure.Bench, int], float]:
+    return lambda bench, _: num_tokens / measure.prefill_run(bench, num_tokens)
+
+
+def _decode_rate(num_streams: int, max_tokens: int) -> Callable[[measure.Bench, int], float]:
+    return lambda bench, number: measure.decode_round(bench, num_streams, number, max_tokens).after_first
+
+
+def _shown(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    progress = Progress(None if options.quiet else sys.stderr)
+    are_files = [Path(side).is_file() for side in (options.a, options.b)]
+    if any(are_files) and not all(are_files):
+        raise BadInput("--a and --b must both be files or both be addresses of servers")
+    report = open_report(TOOL, argv, secret=options.api_key)
+    if all(are_files):
+        ratios, notes = compare_files(Path(options.a), Path(options.b))
+        report.notes += notes
+    else:
+        benches, pages = {}, {}
+        for side, url in (("A", options.a), ("B", options.b)):
+            client = Client(url, api_key=options.api_key, timeout_s=options.timeout_s)
+            pages[side] = server_facts(client)
+            benches[side] = measure.Bench.open(client, pages[side], template="server", id_range=None)
+        report.server_before = pages
+        ratios, report.result["blocks"] = compare_servers(benches, options, progress)
+    report.result["ratios"] = [asdict(ratio) | {"verdict": ratio.verdict(options.noise)} for ratio in ratios]
+    report.checks += [
+        Check(f"{ratio.metric}: B to A", ratio.ratio, 1.0 - options.max_loss, at_least=True)
+        for ratio in ratios
+        if ratio.verdict(options.noise) == "worse"
+    ]
+    return close_report(report, options.out, _table(ratios, options.noise))
+
+
+def _table(ratios: Sequence[Ratio], noise: float) -> str:
+    rows = [
+        [
+            ratio.metric,
+            *(f"{value:.2f}" for value in (ratio.a, ratio.b)),
+            f"{ratio.ratio:.3f}",
+            f"{ratio.low:.3f} to {ratio.high:.3f}",
+            ratio.runs,
+            ratio.verdict(noise),
+        ]
+        for ratio in ratios
+    ]
+    return table(["metric", "A", "B", "B to A", "range", "runs", "B is"], rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m bench.{TOOL}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--a", required=True, help="address of a server, or a result of the sweep")
+    add("--b", required=True, help="the other one, of the same kind")
+    add("--api-key", help="sent to both servers as a bearer token")
+    add("--timeout-s", type=float, default=1800.0, help="longest silence of a server (%(default)s)")
+    add("--blocks", type=int, default=3, help="A B B A blocks of each measurement (%(default)s)")
+    add("--prefill", type=int, nargs="*", default=[2048], help="prompt lengths (2048)")
+    add("--conc", type=int, nargs="*", default=[1], help="streams at once (1)")
+    add("--max-tokens", type=int, default=128, help="tokens of each chat (%(default)s)")
+    add("--noise", type=float, default=0.02, help="ratios nearer to 1 than this are the same (%(default)s)")
+    add("--max-loss", type=float, default=0.05, help="largest loss that still passes (%(default)s)")
+    add_output_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

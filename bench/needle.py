@@ -1,0 +1,237 @@
+"""Hide facts in long texts and ask for them: does the model still see what stood far back?
+
+    python3 -m bench.needle --url http://127.0.0.1:30000 --tokens 2000 16000 --out needle.json
+
+depths   a fact at each --depths of a text of each --tokens, asked for at the end
+reused   two facts in one text: the second question comes after the same text, so that a prefix cache answers
+         from kept state; both answers must be right
+after    the same question in a chat without the text: the answer must not know the fact, or state has leaked
+
+Texts and facts are drawn anew for each run. The words can be the model's own: --fact, --question, --values.
+
+Exit code 0: share found is good and nothing leaked; 1: not; 2: could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.client import Client
+from bench.errors import BadInput, BenchError
+from bench.generation import Timed, chat
+from bench.report import (
+    Check,
+    Progress,
+    client_of,
+    client_parser,
+    close_report,
+    open_report,
+    run_command,
+    table,
+)
+
+TOOL = "needle"
+FACT = "Note well: the code of the {key} is {value}."
+QUESTION = "What is the code of the {key}? Answer with the code alone."
+KEYS = ("harbour office", "old observatory", "north gate", "clock tower", "seed library", "river lock")
+
+SUBJECTS = (
+    "The gardener",
+    "A neighbour",
+    "The ferryman",
+    "My aunt",
+    "The schoolteacher",
+    "A travelling cook",
+)
+DEEDS = ("mended", "painted", "carried", "looked for", "sold", "measured", "described", "borrowed")
+THINGS = ("a wooden ladder", "the blue boat", "three baskets", "an old map", "the kitchen clock", "a letter")
+ENDINGS = ("before breakfast", "in the rain", "without a word", "on market day", "for the second time")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One question asked. kind: depth, reused or after. is_good: found, or for `after` not known."""
+
+    kind: str
+    wanted_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    depth: float
+    wanted: str
+    said: str
+    first_token_s: float
+    is_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How facts are told and asked for. values: to choose from; empty: codes of six digits."""
+
+    fact: str
+    question: str
+    values: tuple[str, ...]
+
+    def draw(self, rng: random.Random, num: int) -> list[tuple[str, str]]:
+        """Draw that many (key, value) with different keys and values."""
+        keys = rng.sample(KEYS, num)
+        if self.values:
+            return list(zip(keys, rng.sample(self.values, num), strict=True))
+        return [(key, str(rng.randrange(100_000, 1_000_000))) for key in keys]
+
+
+class Asker:
+    """Asks one server. chars_per_token is learnt from its counts, so that texts get the wanted length."""
+
+    def __init__(self, client: Client, wording: Wording, fields: dict[str, Any], max_tokens: int) -> None:
+        self._client = client
+        self._wording = wording
+        self._fields = fields
+        self._max_tokens = max_tokens
+        self._rng = random.Random(secrets.randbits(64))
+        self.chars_per_token = 4.0
+
+    def depths(self, num_tokens: int, depths: Sequence[float]) -> list[Answer]:
+        """Hide one fact at each depth of its own text."""
+        answers = []
+        for depth in depths:
+            ((key, value),) = self._wording.draw(self._rng, 1)
+            text = self._text(num_tokens, [(depth, key, value)])
+            answers.append(self._asked("depth", num_tokens, depth, text, key, value))
+        return answers
+
+    def reused(self, num_tokens: int) -> list[Answer]:
+        """Hide two facts in one text and ask for them one after the other; then without the text."""
+        first, second = self._wording.draw(self._rng, 2)
+        text = self._text(num_tokens, [(0.25, *first), (0.6, *second)])
+        answers = [self._asked("reused", num_tokens, 0.25, text, *first)]
+        answers.append(self._asked("reused", num_tokens, 0.6, text, *second))
+        key, value = second
+        timed = self._ask("", key)
+        answers.append(_answer("after", num_tokens, 0.6, timed, value, is_good=not _has(timed.text, value)))
+        return answers
+
+    def _asked(self, kind: str, num_tokens: int, depth: float, text: str, key: str, value: str) -> Answer:
+        timed = self._ask(text, key)
+        if timed.prompt_tokens:
+            self.chars_per_token = len(text) / timed.prompt_tokens
+        return _answer(kind, num_tokens, depth, timed, value, is_good=_has(timed.text, value))
+
+    def _ask(self, text: str, key: str) -> Timed:
+        question = self._wording.question.format(key=key)
+        content = f"{text}\n\n{question}" if text else question
+        fields = {**self._fields, "messages": [{"role": "user", "content": content}], "temperature": 0}
+        return chat(self._client, fields, self._max_tokens)
+
+    def _text(self, num_tokens: int, facts: Sequence[tuple[float, str, str]]) -> str:
+        """Write a text of about num_tokens with each fact at its depth, 0 the beginning and 1 the end."""
+        sentences: list[str] = []
+        length = 0
+        while length < num_tokens * self.chars_per_token:
+            parts = [self._rng.choice(words) for words in (SUBJECTS, DEEDS, THINGS, ENDINGS)]
+            sentences.append(f"{' '.join(parts)}.")
+            length += len(sentences[-1]) + 1
+        num_plain = len(sentences)
+        for depth, key, value in sorted(facts, reverse=True):
+            fact = self._wording.fact.format(key=key, value=value)
+            sentences.insert(round(depth * num_plain), fact)
+        return " ".join(sentences)
+
+
+def _answer(kind: str, num_tokens: int, depth: float, timed: Timed, wanted: str, *, is_good: bool) -> Answer:
+    return Answer(
+        kind=kind,
+        wanted_tokens=num_tokens,
+        prompt_tokens=timed.prompt_tokens,
+        cached_tokens=timed.cached_tokens,
+        depth=depth,
+        wanted=wanted,
+        said=timed.text[-200:],
+        first_token_s=round(timed.first_token_s, 3),
+        is_good=is_good,
+    )
+
+
+def _has(said: str, value: str) -> bool:
+    """Tell whether the value was said; separators that a model puts into numbers do not matter."""
+    plain = said.casefold().replace(",", "").replace("-", "")
+    return value.casefold() in said.casefold() or value.casefold() in plain
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    wording = Wording(options.fact, options.question, tuple(options.values or ()))
+    if "{value}" not in wording.fact:
+        raise BadInput("--fact must have {value} where the value goes")
+    if options.values is not None and len(set(options.values)) < 2:
+        raise BadInput("--values must be two or more different words")
+    client = client_of(options)
+    report = open_report(TOOL, argv, client, secret=options.api_key)
+    progress = Progress(None if options.quiet else sys.stderr)
+    fields: dict[str, Any] = {} if options.thinking else {"chat_template_kwargs": {"enable_thinking": False}}
+    asker = Asker(client, wording, fields, options.max_tokens)
+    asker.depths(min(500, *options.tokens), [0.5])  # learns the length of a token
+    answers: list[Answer] = []
+    for num_tokens in options.tokens:
+        for answer in [*asker.depths(num_tokens, options.depths), *asker.reused(num_tokens)]:
+            answers.append(answer)
+            verdict = (
+                "good" if answer.is_good else f"WRONG, wanted {answer.wanted}, got {answer.said[-60:]!r}"
+            )
+            progress(f"{answer.kind} {answer.prompt_tokens} tokens, depth {answer.depth:.2f}: {verdict}")
+    if not answers:
+        raise BenchError("nothing was asked: give --tokens")
+    report.result = {"answers": [asdict(answer) for answer in answers]}
+    hidden = [answer for answer in answers if answer.kind != "after"]
+    found = sum(answer.is_good for answer in hidden) / len(hidden)
+    leaks = sum(not answer.is_good for answer in answers if answer.kind == "after")
+    report.checks += [
+        Check("share of facts found", found, options.min_found, at_least=True),
+        Check("answers that knew a fact of an earlier request", leaks, 0),
+    ]
+    seconds = [answer for answer in answers if answer.kind == "reused"][1::2]
+    if all(answer.cached_tokens == 0 for answer in seconds):
+        report.notes.append("no second question was answered from a prefix cache: the server has none")
+    return close_report(report, options.out, _table(answers), client)
+
+
+def _table(answers: Sequence[Answer]) -> str:
+    rows = [
+        [
+            answer.kind,
+            answer.prompt_tokens,
+            answer.cached_tokens,
+            f"{answer.depth:.2f}",
+            f"{answer.first_token_s:.2f}",
+            "good" if answer.is_good else "WRONG",
+        ]
+        for answer in answers
+    ]
+    return table(["question", "tokens", "cached", "depth", "first token s", "answer"], rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = client_parser(TOOL, __doc__)
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[2000, 16000], help="lengths of the texts (2000 16000)")
+    add("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="0 begin, 1 end")
+    add("--fact", default=FACT, help="the sentence to hide, with {value} and {key} (%(default)s)")
+    add("--question", default=QUESTION, help="how to ask for it, with {key} (%(default)s)")
+    add("--values", nargs="+", help="values to choose from (default: codes of six digits)")
+    add("--thinking", action="store_true", help="let the model think first (default: thinking off)")
+    add("--max-tokens", type=int, default=200, help="longest answer (%(default)s)")
+    add("--min-found", type=float, default=1.0, help="smallest good share (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
