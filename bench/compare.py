@@ -1,13 +1,15 @@
 """Compare two servers, or two results of the sweep, and say what of the difference is more than noise.
 
-    python3 -m bench.compare --a http://127.0.0.1:30000 --b http://127.0.0.1:30001 --blocks 3
+    python3 -m bench.compare --a http://127.0.0.1:30000 --b http://127.0.0.1:30001 --blocks 5
     python3 -m bench.compare --a sweep-old.json --b sweep-new.json
 
 Servers are measured in the order A B B A, block after block, so that a machine that slowly drifts favours
 neither; each block gives one ratio, B to A, of its two means. Files were measured at two times, which no
 order can mend: a ratio of their medians says less. A ratio is called a difference when 1 lies outside its
-range (least to largest over the blocks, or what the files' least and largest values allow) and outside
---noise. Ratios are turned so that above 1 always means that B is better.
+range (least to largest over the blocks, or what the files' least and largest values allow) and when it is
+further from 1 than --noise and than two runs of the same server in one block typically are from each other.
+Chance alone puts all of n blocks on one side once in 2^(n-1) runs, so few blocks prove little. Ratios are
+turned so that above 1 always means that B is better.
 
 Exit code 0: no metric of B is worse beyond noise by more than --max-loss; 1: one is; 2: not measured.
 """
@@ -46,7 +48,9 @@ ORDER = "ABBA"
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """B to A of one metric, above 1 where B is better. low, high: its range."""
+    """B to A of one metric, above 1 where B is better. low, high: its range. own_noise: how far apart two runs
+    of one server are, as a share; the median over sides and blocks.
+    """
 
     metric: str
     a: float
@@ -55,12 +59,14 @@ class Ratio:
     low: float
     high: float
     runs: int
+    own_noise: float = 0.0
 
     def verdict(self, noise: float) -> str:
         """Say whether it is a difference: 1 lies outside the range, and the ratio outside the noise."""
-        if self.low > 1.0 and self.ratio > 1.0 + noise:
+        factor = 1.0 + max(noise, self.own_noise)
+        if self.low > 1.0 and self.ratio > factor:
             return "better"
-        if self.high < 1.0 and self.ratio < 1.0 - noise:
+        if self.high < 1.0 and self.ratio < 1.0 / factor:
             return "worse"
         return "same"
 
@@ -81,6 +87,9 @@ def ratio_of_blocks(
         low=min(ratios),
         high=max(ratios),
         runs=sum(len(block["A"]) + len(block["B"]) for block in blocks),
+        own_noise=statistics.median(
+            max(runs) / min(runs) - 1.0 for block in blocks for runs in block.values()
+        ),
     )
 
 
@@ -180,12 +189,13 @@ def _table(ratios: Sequence[Ratio], noise: float) -> str:
             *(f"{value:.2f}" for value in (ratio.a, ratio.b)),
             f"{ratio.ratio:.3f}",
             f"{ratio.low:.3f} to {ratio.high:.3f}",
+            f"{ratio.own_noise:.3f}",
             ratio.runs,
             ratio.verdict(noise),
         ]
         for ratio in ratios
     ]
-    return table(["metric", "A", "B", "B to A", "range", "runs", "B is"], rows)
+    return table(["metric", "A", "B", "B to A", "range", "own noise", "runs", "B is"], rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -199,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--b", required=True, help="the other one, of the same kind")
     add("--api-key", help="sent to both servers as a bearer token")
     add("--timeout-s", type=float, default=1800.0, help="longest silence of a server (%(default)s)")
-    add("--blocks", type=int, default=3, help="A B B A blocks of each measurement (%(default)s)")
+    add("--blocks", type=int, default=5, help="A B B A blocks of each measurement (%(default)s)")
     add("--prefill", type=int, nargs="*", default=[2048], help="prompt lengths (2048)")
     add("--conc", type=int, nargs="*", default=[1], help="streams at once (1)")
     add("--max-tokens", type=int, default=128, help="tokens of each chat (%(default)s)")
