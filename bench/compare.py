@@ -48,8 +48,10 @@ ORDER = "ABBA"
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """B to A of one metric, above 1 where B is better. low, high: its range. own_noise: how far apart two runs
-    of one server are, as a share; the median over sides and blocks.
+    """B to A of one metric, above 1 where B is better.
+
+    low, high: its range. own_noise: how far apart two runs of one server are, as a share; the median over
+    sides and blocks.
     """
 
     metric: str
