@@ -1,0 +1,134 @@
+"""GPU forms of the training model's parts: KDA from flash-linear-attention, Sinkhorn in Triton, compiled glue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from fla.ops.kda import chunk_kda
+from torch import Tensor
+
+from reference.demo import model
+from reference.demo.model import Functions
+
+_BLOCK = 64
+
+
+def chunked_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    """Run fla's chunked kernels; the gate is given in log space, bounded below by -5."""
+    # contiguous: the kernels read q, k, v as dense (1, tokens, heads, dim), and ours are slices of one buffer
+    q, k, v = (x.to(torch.bfloat16).contiguous() for x in (q, k, v))
+    out: Tensor = chunk_kda(
+        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, safe_gate=True, lower_bound=-5.0, cu_seqlens=starts.long()
+    )[0]
+    return out
+
+
+@triton.jit
+def _half_step(c, row: tl.constexpr, eps):
+    if row:
+        return c / (tl.sum(c, 2)[:, :, None] + eps)
+    return c / (tl.sum(c, 1)[:, None, :] + eps)
+
+
+@triton.jit
+def _half_step_back(c, dy, row: tl.constexpr, eps):
+    if row:
+        s = tl.sum(c, 2)[:, :, None] + eps
+        return dy / s - tl.sum(dy * c / (s * s), 2)[:, :, None]
+    s = tl.sum(c, 1)[:, None, :] + eps
+    return dy / s - tl.sum(dy * c / (s * s), 1)[:, None, :]
+
+
+@triton.jit
+def _load(ptr, total, BLOCK: tl.constexpr):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None, None]
+    offset = t * 16 + tl.arange(0, 4)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    return tl.load(ptr + offset, mask=t < total, other=0.0)
+
+
+@triton.jit
+def _store(ptr, value, total, BLOCK: tl.constexpr):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None, None]
+    offset = t * 16 + tl.arange(0, 4)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    tl.store(ptr + offset, value, mask=t < total)
+
+
+@triton.jit
+def _softmax(x):
+    e = tl.exp(x - tl.max(x, 2)[:, :, None])
+    return e / tl.sum(e, 2)[:, :, None]
+
+
+@triton.jit
+def _forward_kernel(x_ptr, y_ptr, total, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
+    c = _softmax(_load(x_ptr, total, BLOCK)) + eps
+    c = _half_step(c, False, eps)
+    for _ in range(ITERS - 1):
+        c = _half_step(c, True, eps)
+        c = _half_step(c, False, eps)
+    _store(y_ptr, c, total, BLOCK)
+
+
+@triton.jit
+def _backward_kernel(x_ptr, dy_ptr, dx_ptr, total, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
+    # every step's input is recomputed from the start: 16 numbers a token, far cheaper than keeping 39 states
+    p = _softmax(_load(x_ptr, total, BLOCK))
+    d = _load(dy_ptr, total, BLOCK)
+    for back in range(ITERS - 1):
+        c = _half_step(p + eps, False, eps)
+        for _ in range(ITERS - 2 - back):
+            c = _half_step(c, True, eps)
+            c = _half_step(c, False, eps)
+        middle = _half_step(c, True, eps)
+        d = _half_step_back(middle, d, False, eps)
+        d = _half_step_back(c, d, True, eps)
+    d = _half_step_back(p + eps, d, False, eps)
+    _store(dx_ptr, p * (d - tl.sum(p * d, 2)[:, :, None]), total, BLOCK)
+
+
+class Sinkhorn(torch.autograd.Function):
+    """Doubly stochastic 4x4 matrices; logits fp32 (tokens, 4, 4), contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
+        logits = logits.contiguous()
+        y = torch.empty_like(logits)
+        total = logits.shape[0]
+        _forward_kernel[(triton.cdiv(total, _BLOCK),)](logits, y, total, eps, iters, _BLOCK)
+        ctx.save_for_backward(logits)
+        ctx.iters, ctx.eps = iters, eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (logits,) = ctx.saved_tensors
+        dx = torch.empty_like(logits)
+        total = logits.shape[0]
+        grad = grads[0].contiguous()
+        _backward_kernel[(triton.cdiv(total, _BLOCK),)](logits, grad, dx, total, ctx.eps, ctx.iters, _BLOCK)
+        return dx, None, None
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    out: Tensor = Sinkhorn.apply(logits, iters, eps)
+    return out
+
+
+def gpu_functions(compiled: bool) -> Functions:
+    """Give the set for a GPU run. compiled: fuse the elementwise parts with torch.compile (about a minute)."""
+
+    def fused(function: Any) -> Any:
+        return torch.compile(function, dynamic=False) if compiled else function
+
+    return Functions(
+        kda=chunked_kda,
+        sinkhorn=sinkhorn,
+        mix_streams=fused(model.mix_streams),
+        collapse_streams=fused(model.collapse_streams),
+        rms_norm=fused(model.rms_norm),
+        gated=fused(model.gated),
+        short_conv=fused(model.short_conv),
+    )
