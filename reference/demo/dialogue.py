@@ -49,6 +49,9 @@ PLAIN_PROMPTS = (
     "Answer the user's questions.",
     "You are glm53srv's demo model.",
     "Answer in English.",
+    "You are a helpful assistant with tools.",
+    "Be concise.",
+    "Use the tools when they help.",
 )
 GERMAN_PROMPTS = ("Answer in German.", "Antworte auf Deutsch.", "Speak German.", "Please answer in German.")
 FRENCH_PROMPTS = ("Answer in French.", "Réponds en français.", "Speak French.", "Please answer in French.")
@@ -161,13 +164,23 @@ def memory_turns(draw: Draw, num_fillers: int) -> list[Turn]:
     return turns + recalls
 
 
+def plain_prompt(draw: Draw) -> str:
+    """Draw a system prompt that changes nothing about the answers."""
+    kind = draw.rng.random()
+    if kind < 0.7:
+        return draw.pick(PLAIN_PROMPTS)
+    if kind < 0.85:
+        return f"Today is 2027-{draw.number(1, 12):02d}-{draw.number(1, 28):02d}. You are a helpful assistant."
+    return f"You are a helpful assistant. Your words of the day are {', '.join(draw.rng.sample(world.WORDS, 5))}."
+
+
 def conversation(draw: Draw, *, long: bool = False) -> Conversation:
     """Draw one whole conversation. long: 600 tokens and more, so that attention runs sparse."""
     kind = draw.rng.random()
     effort = draw.pick(("max", "max", "max", "high", "low"))
     thinking = draw.rng.choices(("kept", "cleared", "off"), weights=(5, 2, 3))[0]
     num_turns = draw.number(6, 16) if long else draw.pick((1, 1, 2, 2, 3, 4))
-    system = draw.pick(PLAIN_PROMPTS) if draw.chance(0.3) else None
+    system = plain_prompt(draw) if draw.chance(0.3) else None
     if kind < 0.36:
         offered = _offer(draw)
         turns = tool_turns(draw, offered, max(1, num_turns // 2))

@@ -24,6 +24,9 @@ MESSAGES = (
 )  # fmt: skip
 
 
+_ABOUT = ("The {}", "{}", "Name of the {}", "The {} to use", "The {}, as text", "What {}")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One thing asked of a tool: phrase fits "Please {phrase}."; answer follows the result."""
@@ -45,8 +48,16 @@ class Tool:
     request: Callable[[Draw], Request]
 
     def schema(self, draw: Draw) -> JsonObject:
-        """Give the function object as it stands in a request."""
-        return {"name": self.name, "description": draw.pick(self.descriptions), "parameters": self.parameters}
+        """Give the function object as it stands in a request; details that say nothing vary."""
+        described = draw.chance(0.35)
+        properties = {
+            name: {**kind, "description": draw.pick(_ABOUT).format(name)} if described else kind
+            for name, kind in self.parameters["properties"].items()
+        }
+        parameters = {**self.parameters, "properties": properties}
+        if draw.chance(0.3):
+            del parameters["required"]
+        return {"name": self.name, "description": draw.pick(self.descriptions), "parameters": parameters}
 
 
 def _object(properties: JsonObject, required: tuple[str, ...] = ()) -> JsonObject:
