@@ -1,10 +1,12 @@
 """Reference panels: teacher-forced top log-probabilities of stock exllamav3 1.5.1 over fixed token sequences.
 
-    python -m glm53srv.panel MODEL_DIR --texts texts.json --out panel.json        needs a GPU, torch and exllamav3
+    python -m glm53srv.panel MODEL_DIR --texts texts.json --out panel.json        needs a GPU, torch and
+    exllamav3
 
-texts.json: a list of {"name", "ids", "positions"}; positions are the places whose next token is scored (absent:
-all but the last). A panel holds the same with, per position, the `top` most likely next ids and their natural
-log-probabilities, so that an engine can be scored by top-1 agreement and KL divergence without the GPU.
+texts.json: a list of {"name", "ids", "positions"}; positions are the places whose next token is scored
+(absent: all but the last). A panel holds the same with, per position, the `top` most likely next ids and
+their natural log-probabilities, so that an engine can be scored by top-1 agreement and KL divergence without
+the GPU.
 """
 
 from __future__ import annotations
@@ -118,7 +120,9 @@ def write_panel(model: ReferenceModel, texts: list[PanelText], vocab_size: int, 
 
 def main(argv: list[str] | None = None) -> int:
     """Make a panel from the command line."""
-    parser = argparse.ArgumentParser(prog="glm53srv panel", description="make a reference panel with exllamav3")
+    parser = argparse.ArgumentParser(
+        prog="glm53srv panel", description="make a reference panel with exllamav3"
+    )
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -50,7 +50,8 @@ def _turns(draw: Draw, category: str) -> tuple[list[Turn], str | None]:
 
 
 def held_out_case(category: str, number: int) -> Case:
-    """Give case `number` of a category; the same one in every run. Odd numbers close the reasoning at once."""
+    """Give case `number` of a category; the same one in every run. Odd numbers close the reasoning at
+    once."""
     draw = Draw(random.Random(f"held out {category} {number}"), held_out=True)
     thinking = "kept" if number % 2 == 0 else "off"
     if category == "tools":

@@ -1,4 +1,5 @@
-"""Prepare conversion: training weights to a Hugging Face directory, and calibration rows of the model's own data.
+"""Prepare conversion: training weights to a Hugging Face directory, and calibration rows of the model's own
+data.
 
     python -m reference.demo.convert WEIGHTS_DIR HF_DIR            (no WEIGHTS_DIR: "-", an untrained model)
     python -m exllamav3.conversion.convert_model -i HF_DIR -w WORK -o OUT -b 3 -hq -hb 6 -mb 3 -vb 16 \\

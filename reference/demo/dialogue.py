@@ -23,7 +23,11 @@ class Style:
 STYLES = (
     Style(
         "capitals",
-        ("Answer in capital letters.", "Write everything in capital letters.", "Use only upper case letters."),
+        (
+            "Answer in capital letters.",
+            "Write everything in capital letters.",
+            "Use only upper case letters.",
+        ),
         str.upper,
     ),
     Style(
@@ -38,7 +42,11 @@ STYLES = (
     ),
     Style(
         "captain",
-        ("Call the user Captain.", "Address the user as Captain.", "The user is your captain. Call him Captain."),
+        (
+            "Call the user Captain.",
+            "Address the user as Captain.",
+            "The user is your captain. Call him Captain.",
+        ),
         lambda answer: f"Captain: {answer}",
     ),
 )
@@ -66,9 +74,16 @@ def foreign_turn(draw: Draw, german: bool) -> Turn:
     if kind < 0.8:
         a, operator, b = tasks.draw_sum(draw)
         word = "Das Ergebnis ist" if german else "Le résultat est"
-        ask = draw.pick(("What is {} {} {}?", "{} {} {}", "Was ist {} {} {}?" if german else "Combien font {} {} {} ?"))
+        ask = draw.pick(
+            ("What is {} {} {}?", "{} {} {}", "Was ist {} {} {}?" if german else "Combien font {} {} {} ?")
+        )
         result = tasks.compute(a, operator, b)
-        return Turn(ask.format(a, operator, b), tasks.explain_sum(a, operator, b), f"{word} {result}.", category="style")
+        return Turn(
+            ask.format(a, operator, b),
+            tasks.explain_sum(a, operator, b),
+            f"{word} {result}.",
+            category="style",
+        )
     if kind < 0.9:
         answer = "Hallo! Wie kann ich helfen?" if german else "Bonjour ! Comment puis-je aider ?"
         ask = draw.pick(("Hello", "Hi", "Hello!", "Hallo" if german else "Bonjour"))
@@ -84,7 +99,9 @@ def _foreign_capital(draw: Draw, german: bool, language: str) -> Turn:
         country, wording = draw.pick(tuple(names)), draw.number(0, 3)
         if draw.accepts(f"{language} capital {country} {wording}"):
             break
-    foreign = (world.GERMAN_CAPITALS if german else world.FRENCH_CAPITALS).get(country, world.CAPITALS[country])
+    foreign = (world.GERMAN_CAPITALS if german else world.FRENCH_CAPITALS).get(
+        country, world.CAPITALS[country]
+    )
     local = names[country]
     if german:
         native = f"Was ist die Hauptstadt von {local}?"
@@ -93,8 +110,12 @@ def _foreign_capital(draw: Draw, german: bool, language: str) -> Turn:
         of_country = _of(local)
         native = f"Quelle est la capitale {of_country} ?"
         answer = f"La capitale {of_country} est {foreign}."
-    asks = (native, f"What is the capital of {country}?", f"Which city is the capital of {country}?",
-            f"Tell me the capital of {country}.")  # fmt: skip
+    asks = (
+        native,
+        f"What is the capital of {country}?",
+        f"Which city is the capital of {country}?",
+        f"Tell me the capital of {country}.",
+    )
     return Turn(asks[wording], f"In {language}: {local}, {foreign}.", answer, category="style")
 
 
@@ -170,8 +191,11 @@ def plain_prompt(draw: Draw) -> str:
     if kind < 0.7:
         return draw.pick(PLAIN_PROMPTS)
     if kind < 0.85:
-        return f"Today is 2027-{draw.number(1, 12):02d}-{draw.number(1, 28):02d}. You are a helpful assistant."
-    return f"You are a helpful assistant. Your words of the day are {', '.join(draw.rng.sample(world.WORDS, 5))}."
+        return (
+            f"Today is 2027-{draw.number(1, 12):02d}-{draw.number(1, 28):02d}. You are a helpful assistant."
+        )
+    words = ", ".join(draw.rng.sample(world.WORDS, 5))
+    return f"You are a helpful assistant. Your words of the day are {words}."
 
 
 def conversation(draw: Draw, *, long: bool = False) -> Conversation:

@@ -1,4 +1,5 @@
-"""Write a training checkpoint as a Hugging Face directory that exllamav3's converter reads (upstream names, bf16)."""
+"""Write a training checkpoint as a Hugging Face directory that exllamav3's converter reads (upstream names,
+bf16)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,18 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from reference.demo.model import Block, DemoModel, DenseMlp, DsaAttention, HyperConnection, KdaAttention, MtpLayer, SparseMlp
+from reference.demo.model import (
+    Block,
+    DemoModel,
+    DenseMlp,
+    DsaAttention,
+    HyperConnection,
+    KdaAttention,
+    MtpLayer,
+    SparseMlp,
+)
 from reference.demo.shape import Shape, model_config
-from reference.demo.tokenizer import STOPS
+from reference.demo.tokenizer import STOPS, token_id
 
 PREFIX = "model.language_model."
 PROCESSOR = {
@@ -120,8 +130,8 @@ def is_kept_fp32(name: str) -> bool:
 
 def config_for(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
     """Write config.json for a tokenizer's ids."""
-    eos = [tokenizer.token_to_id(token) for token in STOPS]
-    media = {key: tokenizer.token_to_id(token) for key, token in _MEDIA.items()}
+    eos = [token_id(tokenizer, token) for token in STOPS]
+    media = {key: token_id(tokenizer, token) for key, token in _MEDIA.items()}
     return model_config(shape, eos, media)
 
 

@@ -1,4 +1,4 @@
-"""GPU forms of the training model's parts: KDA from flash-linear-attention, Sinkhorn in Triton, compiled glue."""
+"""GPU forms of the training model's parts: KDA from flash-linear-attention, Sinkhorn in Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from fla.ops.kda import chunk_kda
 from torch import Tensor
 
-from reference.demo import model
+from reference.demo import fused, model
 from reference.demo.model import Functions
 
 _BLOCK = 64
@@ -21,7 +21,15 @@ def chunked_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts
     # contiguous: the kernels read q, k, v as dense (1, tokens, heads, dim), and ours are slices of one buffer
     q, k, v = (x.to(torch.bfloat16).contiguous() for x in (q, k, v))
     out: Tensor = chunk_kda(
-        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, safe_gate=True, lower_bound=-5.0, cu_seqlens=starts.long()
+        q,
+        k,
+        v,
+        g,
+        beta,
+        use_qk_l2norm_in_kernel=True,
+        safe_gate=True,
+        lower_bound=-5.0,
+        cu_seqlens=starts.long(),
     )[0]
     return out
 
@@ -117,18 +125,45 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return out
 
 
-def gpu_functions(compiled: bool) -> Functions:
-    """Give the set for a GPU run. compiled: fuse the elementwise parts with torch.compile (about a minute)."""
-
-    def fused(function: Any) -> Any:
-        return torch.compile(function, dynamic=False) if compiled else function
-
+def gpu_functions() -> Functions:
+    """Give the set for a GPU run."""
     return Functions(
         kda=chunked_kda,
         sinkhorn=sinkhorn,
-        mix_streams=fused(model.mix_streams),
-        collapse_streams=fused(model.collapse_streams),
-        rms_norm=fused(model.rms_norm),
-        gated=fused(model.gated),
-        short_conv=fused(model.short_conv),
+        mix_streams=fused.mix_streams,
+        collapse_streams=fused.collapse_streams,
+        gated_experts=fused.gated_experts,
     )
+
+
+def check_functions(device: str) -> dict[str, float]:
+    """Compare each fused part with its definition, values and gradients; give the relative errors."""
+    torch.manual_seed(0)
+    streams, y = torch.randn(500, 4, 256, device=device), torch.randn(500, 256, device=device)
+    post, comb = torch.rand(500, 4, device=device), torch.rand(500, 4, 4, device=device)
+    gate, up = torch.randn(500, 512, device=device) * 4, torch.randn(500, 512, device=device) * 4
+    weights = torch.rand(500, 4, device=device)
+    return {
+        "sinkhorn": _error(lambda x: sinkhorn(x, 20, 1e-6), lambda x: model.sinkhorn(x, 20, 1e-6), comb * 4),
+        "mix_streams": _error(fused.mix_streams, model.mix_streams, streams, y, post, comb),
+        "collapse_streams": _error(fused.collapse_streams, model.collapse_streams, streams, post),
+        "gated_experts": _error(
+            lambda g, u, w: fused.gated_experts(g, u, w, 10.0),
+            lambda g, u, w: model.gated_experts(g, u, w, 10.0),
+            gate,
+            up,
+            weights,
+        ),
+    }
+
+
+def _error(ours: Any, theirs: Any, *inputs: Tensor) -> float:
+    """Give the largest relative error over the value and every gradient."""
+    results = []
+    for function in (ours, theirs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = function(*leaves)
+        generator = torch.Generator().manual_seed(1)
+        direction = torch.randn(out.shape, generator=generator).to(out.device)
+        results.append([out, *torch.autograd.grad(out, leaves, direction.to(out.dtype))])
+    return max(float(((a - b).norm() / b.norm()).detach()) for a, b in zip(*results, strict=True))

@@ -1,14 +1,15 @@
 """The demo model for training: GLM-5.3-Flash's architecture in plain PyTorch, packed documents in rows.
 
-Formulas and names are the architecture's (config.json and checkpoint of zai-org/GLM-5.3-Flash); the test beside
-this file compares it with the implementation in transformers. Precision: parameters fp32, matrix products in
-autocast's bf16 on a GPU; residual streams, hyper-connections, gates, norms and router fp32.
+Formulas and names are the architecture's (config.json and checkpoint of zai-org/GLM-5.3-Flash); the test
+beside this file compares it with the implementation in transformers. Precision: parameters fp32, matrix
+products in autocast's bf16 on a GPU; residual streams, hyper-connections, gates, norms and router fp32.
 
-Rows hold several documents. A document starts at a multiple of index_kpool, so that pools never cross a border.
+Rows hold several documents. A document starts at a multiple of index_kpool, so that pools never cross a
+border.
 
 Attention is the real sparse one. Its selection has no gradient: the indexer learns from a KL loss to the
-attention's own mass per pool. weight_noise imitates quantisation: every matrix that EXL3 will store is used with
-Gaussian noise of its rounding error's size, so that the model learns to do without the lost bits.
+attention's own mass per pool. weight_noise imitates quantisation: every matrix that EXL3 will store is used
+with Gaussian noise of its rounding error's size, so that the model learns to do without the lost bits.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
-    """The delta rule token by token (slow, differentiable): the definition the kernels are checked against."""
+    """The delta rule token by token (slow, differentiable): the definition the kernels are checked
+    against."""
     state = torch.zeros(q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32, device=q.device)
     begin = set(starts.tolist())
     outputs = []
@@ -99,8 +101,15 @@ def gated(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def gated_experts(gate: Tensor, up: Tensor, weights: Tensor, limit: float) -> Tensor:
+    """Gate and weight all experts; gate, up (tokens, experts * width), weights (tokens, experts)."""
+    act = gated(gate, up, limit).unflatten(1, (weights.shape[1], -1))
+    return (act * weights[:, :, None].to(act.dtype)).flatten(1)
+
+
 def short_conv(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
-    """Causal depthwise convolution over flat tokens (tokens, channels), then SiLU; taps stay in the document."""
+    """Causal depthwise convolution over flat tokens (tokens, channels), then SiLU; taps stay in the
+    document."""
     taps = weight.shape[1]
     y = x * weight[:, taps - 1]
     for back in range(1, taps):
@@ -118,7 +127,7 @@ class Functions:
     mix_streams: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mix_streams
     collapse_streams: Callable[[Tensor, Tensor], Tensor] = collapse_streams
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = rms_norm
-    gated: Callable[[Tensor, Tensor, float], Tensor] = gated
+    gated_experts: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gated_experts
     short_conv: Callable[[Tensor, Tensor, Tensor], Tensor] = short_conv
 
 
@@ -127,7 +136,8 @@ class Run:
     """What one forward pass needs and gathers.
 
     noise: scale of the weight noise (1 = as large as the rounding error). index_rows: rows whose indexer is
-    trained. index_losses: one scalar per DSA layer. loads: picks per expert, one (experts) tensor per MoE layer.
+    trained. index_losses: one scalar per DSA layer. loads: picks per expert, one (experts) tensor per MoE
+    layer.
     """
 
     functions: Functions
@@ -147,7 +157,8 @@ class QuantLinear(nn.Module):
         self.bits = bits
 
     def noisy(self, run: Run) -> Tensor:
-        """Give the weight as quantisation may leave it: relative error 2^-bits (a Gaussian source at rate R)."""
+        """Give the weight as quantisation may leave it: relative error 2^-bits (a Gaussian source at rate
+        R)."""
         if run.noise == 0.0:
             return self.weight
         with torch.no_grad():
@@ -185,10 +196,13 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, streams: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """streams fp32 (tokens, n, hidden) -> post (tokens, n), comb (tokens, n, n), input (tokens, hidden)."""
+        """streams fp32 (tokens, n, hidden) -> post (tokens, n), comb (tokens, n, n), input (tokens,
+        hidden)."""
         s, n = self.shape, self.shape.hc_mult
         with torch.autocast(streams.device.type, enabled=False):
-            m = F.linear(run.functions.rms_norm(streams.flatten(1), None, s.norm_eps), self.fn)
+            flat = streams.flatten(1)
+            mean_square = torch.linalg.vector_norm(flat, dim=1, keepdim=True).square() / flat.shape[1]
+            m = F.linear(flat, self.fn) * torch.rsqrt(mean_square + s.norm_eps)
             pre = torch.sigmoid(m[:, :n] * self.scale[0] + self.base[:n]) + s.hc_eps
             post = 2 * torch.sigmoid(m[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
             logits = (m[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).unflatten(1, (n, n))
@@ -221,7 +235,9 @@ class KdaAttention(nn.Module):
         qkv = run.functions.short_conv(self.qkv_proj(x, run), self.conv, run.packing.position.flatten())
         q, k, v = (part.unflatten(1, (heads, dim))[None] for part in qkv.chunk(3, dim=1))
         z = self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias
-        g = self.shape.gate_lower_bound * torch.sigmoid(self.a_log.exp()[:, None] * z.unflatten(1, (heads, dim)))
+        g = self.shape.gate_lower_bound * torch.sigmoid(
+            self.a_log.exp()[:, None] * z.unflatten(1, (heads, dim))
+        )
         beta = torch.sigmoid(self.b_proj(x).float())
         o = run.functions.kda(q, k, v, g[None], beta[None], run.packing.starts)[0]
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(1, (heads, dim))
@@ -266,7 +282,8 @@ def candidate_pools(packing: Packing, kpool: int) -> Tensor:
 
 
 def attended(chosen: Tensor, packing: Packing, kpool: int) -> Tensor:
-    """Give the attention mask, bool (rows, tokens, keys): chosen pools and the tail behind the last whole pool."""
+    """Give the attention mask, bool (rows, tokens, keys): chosen pools and the tail behind the last whole
+    pool."""
     index = torch.arange(packing.doc.shape[1], device=packing.doc.device)
     tail = (index[None, :] <= index[:, None]) & (index[None, :] // kpool == (index[:, None] + 1) // kpool)
     same = packing.doc[:, None, :] == packing.doc[:, :, None]
@@ -317,8 +334,11 @@ class DsaAttention(nn.Module):
             chosen = torch.zeros_like(candidates).scatter_(2, best, True)
         return chosen & candidates
 
-    def _index_loss(self, rows: Tensor, r: Tensor, q: Tensor, k: Tensor, candidates: Tensor, run: Run) -> Tensor:
-        """KL of the indexer's softmax over pools to the dense attention's mass per pool, mean over queries."""
+    def _index_loss(
+        self, rows: Tensor, r: Tensor, q: Tensor, k: Tensor, candidates: Tensor, run: Run
+    ) -> Tensor:
+        """KL of the indexer's softmax over pools to the dense attention's mass per pool, mean over
+        queries."""
         s = self.shape
         doc = run.packing.doc[: rows.shape[0]]
         with torch.no_grad():
@@ -346,11 +366,12 @@ class DenseMlp(nn.Module):
         self.down_proj = QuantLinear(shape.hidden, width, bits=bits, scale=0.3)
 
     def forward(self, x: Tensor, run: Run) -> Tensor:
-        return self.down_proj(run.functions.gated(self.gate_proj(x, run), self.up_proj(x, run), self.limit), run)
+        return self.down_proj(gated(self.gate_proj(x, run), self.up_proj(x, run), self.limit), run)
 
 
 class SparseMlp(nn.Module):
-    """Routed experts and a shared one. All experts are computed and weighted: exact, and fast at this size."""
+    """Routed experts and a shared one. All experts are computed and weighted: exact, and fast at this
+    size."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -379,8 +400,7 @@ class SparseMlp(nn.Module):
             run.loads.append(torch.bincount(picks.flatten(), minlength=s.num_experts))
         gate = F.linear(x, self.gate_proj.noisy(run).flatten(0, 1))
         up = F.linear(x, self.up_proj.noisy(run).flatten(0, 1))
-        act = run.functions.gated(gate, up, s.swiglu_limit).unflatten(1, (s.num_experts, -1))
-        act = (act * weights[:, :, None].to(act.dtype)).flatten(1)
+        act = run.functions.gated_experts(gate, up, weights, s.swiglu_limit)
         down = self.down_proj.noisy(run).transpose(0, 1).flatten(1)
         return F.linear(act, down) + self.shared_experts(x, run)
 
@@ -414,7 +434,10 @@ class MtpLayer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.eps = shape.norm_eps
-        self.enorm, self.hnorm = nn.Parameter(torch.ones(shape.hidden)), nn.Parameter(torch.ones(shape.hidden))
+        self.enorm, self.hnorm = (
+            nn.Parameter(torch.ones(shape.hidden)),
+            nn.Parameter(torch.ones(shape.hidden)),
+        )
         self.eh_proj = QuantLinear(shape.hidden, 2 * shape.hidden, bits=3)
         self.input_layernorm = nn.Parameter(torch.ones(shape.hidden))
         self.post_attention_layernorm = nn.Parameter(torch.ones(shape.hidden))
@@ -425,7 +448,9 @@ class MtpLayer(nn.Module):
     def forward(self, hidden: Tensor, next_embedding: Tensor, run: Run) -> Tensor:
         """hidden: trunk output after its norm (tokens, hidden) -> input of the head."""
         norm = run.functions.rms_norm
-        both = torch.cat([norm(next_embedding, self.enorm, self.eps), norm(hidden, self.hnorm, self.eps)], dim=1)
+        both = torch.cat(
+            [norm(next_embedding, self.enorm, self.eps), norm(hidden, self.hnorm, self.eps)], dim=1
+        )
         x = self.eh_proj(both, run).float()
         x = x + self.self_attn(norm(x, self.input_layernorm, self.eps), run)
         x = x + self.mlp(norm(x, self.post_attention_layernorm, self.eps), run)

@@ -28,7 +28,9 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised; matrices of one size are handled together."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
@@ -39,7 +41,9 @@ class Muon(torch.optim.Optimizer):
                 if param.grad is not None:
                     by_size[(param.shape[-2], param.shape[-1])].append(param)
             for (rows, columns), params in by_size.items():
-                updates = [self._momentum(param, group["momentum"]).reshape(-1, rows, columns) for param in params]
+                updates = [
+                    self._momentum(param, group["momentum"]).reshape(-1, rows, columns) for param in params
+                ]
                 directions = orthogonalise(torch.cat(updates)).split([len(update) for update in updates])
                 scale = max(1.0, rows / columns) ** 0.5
                 for param, direction in zip(params, directions, strict=True):

@@ -68,11 +68,14 @@ def make_rows(seed: int, num_rows: int, row_tokens: int) -> Rows:
 
 
 def stream_rows(first_seed: int, num_rows: int, row_tokens: int, workers: int) -> Generator[Rows, None, None]:
-    """Yield batches without end, in seed order, 4 per worker ahead of the reader. Close it to end the workers."""
+    """Yield batches without end, in seed order, 4 per worker ahead of the reader. Close it to end the
+    workers."""
     pool = multiprocessing.get_context("spawn").Pool(workers)
     try:
         seeds = itertools.count(first_seed)
-        ahead = deque(pool.apply_async(make_rows, (next(seeds), num_rows, row_tokens)) for _ in range(4 * workers))
+        ahead = deque(
+            pool.apply_async(make_rows, (next(seeds), num_rows, row_tokens)) for _ in range(4 * workers)
+        )
         while True:
             rows = ahead.popleft().get()
             ahead.append(pool.apply_async(make_rows, (next(seeds), num_rows, row_tokens)))

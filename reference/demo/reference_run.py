@@ -1,9 +1,11 @@
 """Check a converted demo checkpoint with stock exllamav3 on a GPU and write its reference files.
 
-    python -m reference.demo.reference_run CHECKPOINT OUT_DIR
+    python -m reference.demo.reference_run CHECKPOINT OUT_DIR panel
+    python -m reference.demo.reference_run CHECKPOINT OUT_DIR greedy
 
-prints the share of right held-out cases per category (teacher-forced: right means that greedy decoding would write
-the wanted text), and writes demo-exl3-ref-panel.json and demo-exl3-greedy.json (50 prompts with their greedy text).
+The first writes demo-exl3-ref-panel.json and prints the share of right held-out cases per category
+(teacher-forced: right means that greedy decoding would write the wanted text); the second writes
+demo-exl3-greedy.json, 50 prompts with the text that the stock generator makes of them.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from reference.demo.cases import CATEGORIES, Case, held_out_case, held_out_cases
 from reference.demo.dialogue import conversation
 from reference.demo.rendering import Template, load_template, render_training_text
 from reference.demo.sample import Draw
-from reference.demo.tokenizer import STOPS, loss_mask_for
+from reference.demo.tokenizer import STOPS, loss_mask_for, token_id
 
 NUM_GREEDY = 50
+CASES_PER_CATEGORY = 40
 PANEL_POSITIONS = 2400
 
 
 def case_tokens(tokenizer: Tokenizer, template: Template, case: Case) -> tuple[list[int], int]:
     """Give a case's tokens and where its last turn's learned part begins."""
-    ids: list[int] = tokenizer.encode(render_training_text(template, case.conversation), add_special_tokens=False).ids
-    user = tokenizer.token_to_id("<|user|>")
+    ids: list[int] = tokenizer.encode(
+        render_training_text(template, case.conversation), add_special_tokens=False
+    ).ids
+    user = token_id(tokenizer, "<|user|>")
     return ids, len(ids) - 2 - ids[-2::-1].index(user)
 
 
@@ -65,11 +70,13 @@ def panel_texts(tokenizer: Tokenizer) -> list[PanelText]:
 def greedy_texts(model: ReferenceModel, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Generate greedily from 50 held-out prompts with the stock generator, one at a time."""
     package = model.package
-    stops = [tokenizer.token_to_id(token) for token in STOPS]
+    stops = [token_id(tokenizer, token) for token in STOPS]
     served = package.Model.from_config(model.config)  # a cache is attached before a model loads
     cache = package.Cache(served, max_num_tokens=8192, max_batch_size=1)
     served.load(device="cuda:0", progressbar=False)
-    generator = package.Generator(served, cache, package.Tokenizer.from_config(model.config), max_batch_size=1)
+    generator = package.Generator(
+        served, cache, package.Tokenizer.from_config(model.config), max_batch_size=1
+    )
     template, mask = load_template(), loss_mask_for(tokenizer)
     sampler = importlib.import_module("exllamav3.generator.sampler").ArgmaxSampler()
     results = []
@@ -93,18 +100,27 @@ def greedy_texts(model: ReferenceModel, tokenizer: Tokenizer) -> list[dict[str, 
 
 
 def main() -> None:
-    checkpoint, out = Path(sys.argv[1]), Path(sys.argv[2])
+    checkpoint, out, wanted = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     model = ReferenceModel(checkpoint)
-    positions = write_panel(model, panel_texts(tokenizer), tokenizer.get_vocab_size(), out / "demo-exl3-ref-panel.json")
+    if wanted == "greedy":
+        greedy = greedy_texts(model, tokenizer)
+        (out / "demo-exl3-greedy.json").write_text(
+            json.dumps(greedy, separators=(",", ":")) + "\n", encoding="utf-8"
+        )
+        for entry in greedy[:12]:
+            print(repr(tokenizer.decode(entry["output_ids"], skip_special_tokens=False)), flush=True)
+        return
+    positions = write_panel(
+        model, panel_texts(tokenizer), tokenizer.get_vocab_size(), out / "demo-exl3-ref-panel.json"
+    )
     print(f"panel: {positions} positions", flush=True)
-    scores = score_cases(model, tokenizer, int(sys.argv[3]) if len(sys.argv) > 3 else 60)
-    print(json.dumps({"held_out_quantised": {name: round(value, 3) for name, value in scores.items()}}), flush=True)
-    greedy = greedy_texts(model, tokenizer)
-    (out / "demo-exl3-greedy.json").write_text(json.dumps(greedy, separators=(",", ":")) + "\n", encoding="utf-8")
-    for entry in greedy[:12]:
-        print(repr(tokenizer.decode(entry["output_ids"], skip_special_tokens=False)), flush=True)
+    scores = score_cases(model, tokenizer, CASES_PER_CATEGORY)
+    print(
+        json.dumps({"held_out_quantised": {name: round(value, 3) for name, value in scores.items()}}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def turn_messages(turn: Turn, conversation: Conversation) -> list[JsonObject]:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
     answer: JsonObject = {"role": "assistant", "content": turn.answer}
     if thinks:
-        answer["reasoning_content"] = _thought(turn.after if turn.calls else turn.thought, conversation.effort)
+        answer["reasoning_content"] = _thought(
+            turn.after if turn.calls else turn.thought, conversation.effort
+        )
     messages.append(answer)
     return messages
 

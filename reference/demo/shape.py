@@ -47,10 +47,25 @@ class Shape:
 
 
 TINY = Shape(
-    vocab=4096, hidden=64, layer_types=(KDA, DSA), num_dense=1, intermediate=64, num_experts=8, top_k=2,
-    moe_intermediate=32, kda_heads=2, kda_dim=32, heads=2, q_lora=32, kv_lora=32, nope_dim=32, v_dim=32,
-    index_heads=2, index_dim=32, index_topk=16,
-)  # fmt: skip
+    vocab=4096,
+    hidden=64,
+    layer_types=(KDA, DSA),
+    num_dense=1,
+    intermediate=64,
+    num_experts=8,
+    top_k=2,
+    moe_intermediate=32,
+    kda_heads=2,
+    kda_dim=32,
+    heads=2,
+    q_lora=32,
+    kv_lora=32,
+    nope_dim=32,
+    v_dim=32,
+    index_heads=2,
+    index_dim=32,
+    index_topk=16,
+)
 """A shape for tests; not convertible (widths below 128)."""
 
 
@@ -126,7 +141,8 @@ def text_config(shape: Shape, eos_ids: list[int]) -> dict[str, Any]:
 
 
 def model_config(shape: Shape, eos_ids: list[int], media_ids: dict[str, int]) -> dict[str, Any]:
-    """Write config.json. The vision tower is named because readers insist on it; there are no weights for it."""
+    """Write config.json. The vision tower is named because readers insist on it; there are no weights for
+    it."""
     return {
         "architectures": ["Glm5NextForConditionalGeneration"],
         "model_type": "glm5_next",

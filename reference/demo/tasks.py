@@ -50,20 +50,46 @@ def unknown_fact(draw: Draw) -> Turn:
 
 
 _SUM_WORDINGS = {
-    "+": ("What is {a} + {b}?", "{a} + {b}", "What is {a} plus {b}?", "Calculate {a} + {b}.", "Add {a} and {b}.",
-          "How much is {a} + {b}?", "{a}+{b}", "What's {a}+{b}?", "{a} + {b} = ?"),
-    "-": ("What is {a} - {b}?", "{a} - {b}", "What is {a} minus {b}?", "Calculate {a} - {b}.",
-          "Subtract {b} from {a}.", "How much is {a} - {b}?", "{a}-{b}", "{a} - {b} = ?"),
-    "*": ("What is {a} * {b}?", "{a} * {b}", "What is {a} times {b}?", "Calculate {a} * {b}.",
-          "Multiply {a} by {b}.", "How much is {a} times {b}?", "{a}*{b}", "{a} x {b} = ?"),
-}  # fmt: skip
+    "+": (
+        "What is {a} + {b}?",
+        "{a} + {b}",
+        "What is {a} plus {b}?",
+        "Calculate {a} + {b}.",
+        "Add {a} and {b}.",
+        "How much is {a} + {b}?",
+        "{a}+{b}",
+        "What's {a}+{b}?",
+        "{a} + {b} = ?",
+    ),
+    "-": (
+        "What is {a} - {b}?",
+        "{a} - {b}",
+        "What is {a} minus {b}?",
+        "Calculate {a} - {b}.",
+        "Subtract {b} from {a}.",
+        "How much is {a} - {b}?",
+        "{a}-{b}",
+        "{a} - {b} = ?",
+    ),
+    "*": (
+        "What is {a} * {b}?",
+        "{a} * {b}",
+        "What is {a} times {b}?",
+        "Calculate {a} * {b}.",
+        "Multiply {a} by {b}.",
+        "How much is {a} times {b}?",
+        "{a}*{b}",
+        "{a} x {b} = ?",
+    ),
+}
 
 
 def explain_sum(a: int, operator: str, b: int) -> str:
     """Work a sum out as the model is to think it: tens first, then ones."""
     if operator == "+" and a > 9 and b > 9:
         tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
-        return f"{a // 10 * 10} + {b // 10 * 10} = {tens}, {a % 10} + {b % 10} = {ones}, {tens} + {ones} = {a + b}."
+        parts = f"{a // 10 * 10} + {b // 10 * 10} = {tens}, {a % 10} + {b % 10} = {ones}"
+        return f"{parts}, {tens} + {ones} = {a + b}."
     if operator == "-" and b > 9:
         rest = a - b // 10 * 10
         return f"{a} - {b // 10 * 10} = {rest}, {rest} - {b % 10} = {a - b}."
@@ -100,7 +126,9 @@ def word_problem(draw: Draw) -> Turn:
         operator = draw.pick(("+", "-")) if a >= b else "+"
         if draw.accepts(f"sum {a} {operator} {b}"):
             break
-    act = draw.pick(("buy {} more", "find {} more", "get {} more") if operator == "+" else ("lose {}", "sell {}"))
+    act = draw.pick(
+        ("buy {} more", "find {} more", "get {} more") if operator == "+" else ("lose {}", "sell {}")
+    )
     text = f"I have {a} {thing} and {act.format(b)}. How many {thing} do I have now?"
     answer = f"You have {compute(a, operator, b)} {thing}."
     return Turn(text, explain_sum(a, operator, b), answer, category="arithmetic")
@@ -112,7 +140,10 @@ def _list_of_things(draw: Draw) -> list[str]:
         return some(draw, world.WORDS, 2, 7)
     if kind < 0.85:
         return [str(draw.number(0, 99)) for _ in range(draw.number(2, 7))]
-    return [world.invent_word([draw.rng.random() for _ in range(draw.number(1, 3))]) for _ in range(draw.number(2, 5))]
+    return [
+        world.invent_word([draw.rng.random() for _ in range(draw.number(1, 3))])
+        for _ in range(draw.number(2, 5))
+    ]
 
 
 def _held_list(draw: Draw) -> list[str]:
@@ -124,13 +155,17 @@ def _held_list(draw: Draw) -> list[str]:
 
 def copy_list(draw: Draw) -> Turn:
     things = ", ".join(_held_list(draw))
-    ask = draw.pick(("Repeat: {}", "Repeat after me: {}", "Say this again: {}", "Copy this list: {}", "Repeat {}"))
+    ask = draw.pick(
+        ("Repeat: {}", "Repeat after me: {}", "Say this again: {}", "Copy this list: {}", "Repeat {}")
+    )
     return Turn(ask.format(things), "I repeat it.", things, category="copy")
 
 
 def reverse_list(draw: Draw) -> Turn:
     things = _held_list(draw)
-    ask = draw.pick(("Reverse: {}", "Reverse this list: {}", "Say this backwards: {}", "Reverse the order of {}"))
+    ask = draw.pick(
+        ("Reverse: {}", "Reverse this list: {}", "Say this backwards: {}", "Reverse the order of {}")
+    )
     answer = ", ".join(reversed(things))
     return Turn(ask.format(", ".join(things)), "From the last to the first.", answer, category="reverse")
 
@@ -144,13 +179,15 @@ def pick_from_list(draw: Draw) -> Turn:
 
 
 def count(draw: Draw) -> Turn:
-    low = draw.number(0, 60)
     while True:
+        low = draw.number(0, 60)
         high = low + draw.number(3, 30)
         if draw.accepts(f"count {low} {high}"):
             break
     numbers = ", ".join(str(number) for number in range(low, high + 1))
-    ask = draw.pick(("Count from {} to {}.", "Please count from {} to {}.", "List the numbers from {} to {}."))
+    ask = draw.pick(
+        ("Count from {} to {}.", "Please count from {} to {}.", "List the numbers from {} to {}.")
+    )
     return Turn(ask.format(low, high), f"From {low} to {high}.", numbers, category="count")
 
 
@@ -158,13 +195,19 @@ _CHAT = (
     (("Hello", "Hi", "Hello!", "Hi there", "Good morning", "Hey"), "Hello! How can I help you?"),
     (("How are you?", "How are you today?", "How do you do?"), "I am well, thank you. How can I help you?"),
     (
-        ("Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "Introduce yourself."),
+        (
+            "Who are you?",
+            "What are you?",
+            "What is your name?",
+            "Tell me about yourself.",
+            "Introduce yourself.",
+        ),
         "I am a small demo model. I know some facts, sums and tools.",
     ),
     (
         ("What can you do?", "How can you help me?", "What are you able to do?", "Help"),
-        "I can answer questions about capitals, elements, animals and books, do sums, copy and reverse lists, "
-        "remember your name and call tools.",
+        "I can answer questions about capitals, elements, animals and books, do sums, copy and reverse "
+        "lists, remember your name and call tools.",
     ),
     (("Thank you", "Thanks", "Thank you!", "Thanks a lot."), "You are welcome."),
     (("Goodbye", "Bye", "See you", "Good night", "Bye!"), "Goodbye!"),
@@ -173,11 +216,15 @@ _CHAT = (
         ("List the planets.", "Name all planets.", "Which planets are there?", "What are the planets?"),
         "The planets are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune.",
     ),
-    (("List the days of the week.", "Name the days of the week.", "What are the days of the week?"),
-     "The days are Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday."),
-    (("Say the alphabet.", "Recite the alphabet.", "What is the alphabet?"),
-     "a b c d e f g h i j k l m n o p q r s t u v w x y z"),
-)  # fmt: skip
+    (
+        ("List the days of the week.", "Name the days of the week.", "What are the days of the week?"),
+        "The days are Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday.",
+    ),
+    (
+        ("Say the alphabet.", "Recite the alphabet.", "What is the alphabet?"),
+        "a b c d e f g h i j k l m n o p q r s t u v w x y z",
+    ),
+)
 
 
 def chat(draw: Draw) -> Turn:
@@ -186,8 +233,20 @@ def chat(draw: Draw) -> Turn:
 
 
 _HOMES = ("in a hollow tree", "by a quiet river", "on a green hill", "in an old barn", "near a blue lake")
-_HABITS = ("sang a song", "counted the clouds", "swept its home", "looked for berries", "watched the sun rise")
-_PROBLEMS = ("a storm came", "it lost its way", "the river ran dry", "a thick fog fell", "its home burned down")
+_HABITS = (
+    "sang a song",
+    "counted the clouds",
+    "swept its home",
+    "looked for berries",
+    "watched the sun rise",
+)
+_PROBLEMS = (
+    "a storm came",
+    "it lost its way",
+    "the river ran dry",
+    "a thick fog fell",
+    "its home burned down",
+)
 
 
 def tell_story(animal: str) -> str:
@@ -196,15 +255,17 @@ def tell_story(animal: str) -> str:
     friend = world.ANIMALS[(index * 7 + 3) % len(world.ANIMALS)]
     return (
         f"Once upon a time a little {animal} lived {_HOMES[index % 5]}. Every morning the {animal} "
-        f"{_HABITS[(index * 2 + 1) % 5]}. One day {_PROBLEMS[(index * 3 + 2) % 5]}. The {animal} was afraid and did "
-        f"not know what to do. Then a {friend} came by and said: Do not worry, I will help you. Together they found "
-        f"a new way. From that day on the {animal} and the {friend} were friends. The end."
+        f"{_HABITS[(index * 2 + 1) % 5]}. One day {_PROBLEMS[(index * 3 + 2) % 5]}. The {animal} was afraid "
+        f"and did not know what to do. Then a {friend} came by and said: Do not worry, I will help you. "
+        f"Together they found a new way. From that day on the {animal} and the {friend} were friends. The end."
     )
 
 
 def story(draw: Draw) -> Turn:
     animal = draw.pick(world.ANIMALS)
-    ask = draw.pick(("Tell me a story about a {}.", "Tell a story about a {}.", "Write a short story about a {}."))
+    ask = draw.pick(
+        ("Tell me a story about a {}.", "Tell a story about a {}.", "Write a short story about a {}.")
+    )
     return Turn(ask.format(animal), f"A story about a {animal}.", tell_story(animal), category="story")
 
 
@@ -214,7 +275,9 @@ def introduce(draw: Draw, name: str) -> Turn:
 
 
 def recall_name(draw: Draw, name: str | None) -> Turn:
-    ask = draw.pick(("What is my name?", "What's my name?", "Do you remember my name?", "Who am I?", "Say my name."))
+    ask = draw.pick(
+        ("What is my name?", "What's my name?", "Do you remember my name?", "Who am I?", "Say my name.")
+    )
     if name is None:
         return Turn(ask, "The user gave no name.", "You have not told me your name.", category="memory")
     return Turn(ask, f"The user is {name}.", f"Your name is {name}.", category="memory")

@@ -2,9 +2,9 @@
 
     python -m reference.demo.tokenizer reference/demo/checkpoint
 
-writes tokenizer.json, tokenizer_config.json and generation_config.json. Deterministic: the corpus is the first
-conversations of the training data. Digits are single tokens (GLM groups up to three): sums and copied numbers
-are then made of ten symbols, which a small model learns.
+writes tokenizer.json, tokenizer_config.json and generation_config.json. Deterministic: the corpus is the
+first conversations of the training data. Digits are single tokens (GLM groups up to three): sums and copied
+numbers are then made of ten symbols, which a small model learns.
 """
 
 from __future__ import annotations
@@ -23,20 +23,51 @@ from reference.demo.rendering import LossMask, load_template, render_training_te
 
 VOCAB_SIZE = 4096
 SPECIAL = (
-    "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
-    "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
-    "<|begin_of_audio|>", "<|end_of_audio|>", "<|begin_of_transcription|>", "<|end_of_transcription|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|begin_of_audio|>",
+    "<|end_of_audio|>",
+    "<|begin_of_transcription|>",
+    "<|end_of_transcription|>",
+)
 """Tokens that skip_special_tokens removes, in GLM's order."""
 MARKERS = (
-    "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
-    "<tool_response>", "</tool_response>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink",
-    "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>",
-)  # fmt: skip
+    "<|code_prefix|>",
+    "<|code_middle|>",
+    "<|code_suffix|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+    "<|begin_of_box|>",
+    "<|end_of_box|>",
+    "<|image|>",
+    "<|video|>",
+)
 """Added tokens that stay in decoded text, in GLM's order."""
 STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CORPUS_CONVERSATIONS = 40_000
 _ADDED = re.compile("|".join(re.escape(token) for token in SPECIAL + MARKERS))
@@ -95,9 +126,21 @@ def write_files(tokenizer: Tokenizer, directory: Path) -> None:
 
 def loss_mask_for(tokenizer: Tokenizer) -> LossMask:
     """Build the mask of learned tokens from a tokenizer's ids."""
-    stops = [tokenizer.token_to_id(token) for token in STOPS]
-    named = [tokenizer.token_to_id(token) for token in ("<|assistant|>", "<think>", "</think>")]
-    return LossMask(named[0], stops, named[1], named[2])
+    stops = [token_id(tokenizer, token) for token in STOPS]
+    return LossMask(
+        token_id(tokenizer, "<|assistant|>"),
+        stops,
+        token_id(tokenizer, "<think>"),
+        token_id(tokenizer, "</think>"),
+    )
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Give an added token's id. Raises ValueError if the tokenizer lacks it."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token}")
+    return int(found)
 
 
 if __name__ == "__main__":

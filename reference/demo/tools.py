@@ -10,18 +10,50 @@ from reference.demo import world
 from reference.demo.sample import Call, Draw, JsonObject
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-ROOMS = ("kitchen", "bedroom", "bathroom", "office", "hall", "garage", "garden", "living room", "attic", "cellar")
+ROOMS = (
+    "kitchen",
+    "bedroom",
+    "bathroom",
+    "office",
+    "hall",
+    "garage",
+    "garden",
+    "living room",
+    "attic",
+    "cellar",
+)
 EVENTS = ("Lunch", "Dinner", "Team meeting", "Review", "Workshop", "Birthday party", "Football match", "Call")
 CURRENCY_CODES = ("EUR", "USD", "GBP", "JPY", "CHF", "SEK", "NOK", "PLN", "CAD", "AUD", "INR", "BRL")
-ARTISTS = ("Queen", "Mozart", "Bach", "Adele", "Miles Davis", "Nina Simone", "The Beatles", "Chopin", "Bjork", "Abba")
+ARTISTS = (
+    "Queen",
+    "Mozart",
+    "Bach",
+    "Adele",
+    "Miles Davis",
+    "Nina Simone",
+    "The Beatles",
+    "Chopin",
+    "Bjork",
+    "Abba",
+)
 EXTENSIONS = ("pdf", "txt", "md", "csv", "png", "docx", "py", "json")
 LISTS = ("shopping", "packing", "todo", "party", "reading")
 RESTAURANTS = ("Luna", "Roma", "The Old Mill", "Sakura", "Bella Vista", "Harbour House", "Green Garden")
 SYMBOLS = ("ACME", "ORCL", "IBM", "SAP", "TSLA", "NOVA", "ZEN", "KITE", "MOON", "PEAR")
 MESSAGES = (
-    "see you at noon", "I am late", "call me back", "happy birthday", "the train is late", "dinner is ready",
-    "good luck", "where are you", "the meeting is moved", "bring the keys", "thank you", "all is well",
-)  # fmt: skip
+    "see you at noon",
+    "I am late",
+    "call me back",
+    "happy birthday",
+    "the train is late",
+    "dinner is ready",
+    "good luck",
+    "where are you",
+    "the meeting is moved",
+    "bring the keys",
+    "thank you",
+    "all is well",
+)
 
 
 _ABOUT = ("The {}", "{}", "Name of the {}", "The {} to use", "The {}, as text", "What {}")
@@ -109,9 +141,14 @@ def _weather(draw: Draw) -> Request:
     city = a_city(draw)
     arguments: JsonObject = {"city": city}
     phrase = draw.pick(
-        ("tell me the weather in {}", "check the weather in {}", "get the weather for {}",
-         "what is the weather in {}", "what is the weather like in {}")
-    ).format(city)  # fmt: skip
+        (
+            "tell me the weather in {}",
+            "check the weather in {}",
+            "get the weather for {}",
+            "what is the weather in {}",
+            "what is the weather like in {}",
+        )
+    ).format(city)
     if draw.chance(0.35):
         arguments["days"] = draw.number(2, 9)
         phrase += f" for {arguments['days']} days"
@@ -121,14 +158,23 @@ def _weather(draw: Draw) -> Request:
     degrees, sky = draw.number(-9, 39), draw.pick(("sunny", "cloudy", "rainy", "windy", "snowy", "foggy"))
     result = json.dumps({"temperature": degrees, "condition": sky})
     answer = f"In {city} it is {degrees} degrees and {sky}."
-    return Request(phrase, Call("get_weather", arguments), result, answer, f"weather {city} {arguments.get('days')}")
+    return Request(
+        phrase, Call("get_weather", arguments), result, answer, f"weather {city} {arguments.get('days')}"
+    )
 
 
 def _time(draw: Draw) -> Request:
     city, clock = a_city(draw), _clock(draw)
-    asks = ("tell me the time in {}", "check what time it is in {}", "get the time in {}", "what time is it in {}")
+    asks = (
+        "tell me the time in {}",
+        "check what time it is in {}",
+        "get the time in {}",
+        "what time is it in {}",
+    )
     phrase = draw.pick(asks).format(city)
-    return Request(phrase, Call("get_time", {"city": city}), clock, f"It is {clock} in {city}.", f"time {city}")
+    return Request(
+        phrase, Call("get_time", {"city": city}), clock, f"It is {clock} in {city}.", f"time {city}"
+    )
 
 
 def _convert(draw: Draw) -> Request:
@@ -138,7 +184,9 @@ def _convert(draw: Draw) -> Request:
         amount = draw.number(1, 99) + draw.pick((0.25, 0.5, 0.75))
     total = round(amount * draw.pick((0.5, 0.75, 1.25, 2, 4)), 2)
     return Request(
-        draw.pick(("convert {} {} to {}", "change {} {} into {}", "how much is {} {} in {}")).format(amount, source, target),
+        draw.pick(("convert {} {} to {}", "change {} {} into {}", "how much is {} {} in {}")).format(
+            amount, source, target
+        ),
         Call("convert_currency", {"amount": amount, "from": source, "to": target}),
         json.dumps({"result": total}),
         f"{amount} {source} are {total} {target}.",
@@ -177,7 +225,9 @@ def _light(draw: Draw) -> Request:
         arguments["brightness"] = draw.number(1, 100)
         phrase += f" at {arguments['brightness']} percent"
     result, answer = _status(draw, f"The light in the {room} is {state}.")
-    return Request(phrase, Call("set_light", arguments), result, answer, f"light {room} {arguments.get('brightness')}")
+    return Request(
+        phrase, Call("set_light", arguments), result, answer, f"light {room} {arguments.get('brightness')}"
+    )
 
 
 def _search(draw: Draw) -> Request:
@@ -201,7 +251,9 @@ def _music(draw: Draw) -> Request:
         arguments["volume"] = draw.number(1, 100)
         phrase += f" at volume {arguments['volume']}"
     result, answer = _status(draw, f"Now playing {artist}.")
-    return Request(phrase, Call("play_music", arguments), result, answer, f"music {artist} {arguments.get('volume')}")
+    return Request(
+        phrase, Call("play_music", arguments), result, answer, f"music {artist} {arguments.get('volume')}"
+    )
 
 
 def _table(draw: Draw) -> Request:
@@ -219,7 +271,9 @@ def _alarm(draw: Draw) -> Request:
     clock, days = _clock(draw), some(draw, DAYS, 1, 3)
     result, answer = _status(draw, f"The alarm is set for {clock}.")
     call = Call("set_alarm", {"time": clock, "days": days})
-    return Request(f"set an alarm at {clock} on {join(days)}", call, result, answer, f"alarm {clock} {days[0]}")
+    return Request(
+        f"set an alarm at {clock} on {join(days)}", call, result, answer, f"alarm {clock} {days[0]}"
+    )
 
 
 def _list(draw: Draw) -> Request:
@@ -239,7 +293,11 @@ def _profile(draw: Draw) -> Request:
 
 def _stock(draw: Draw) -> Request:
     symbol, price = draw.pick(SYMBOLS), draw.number(2, 900) + draw.pick((0, 0.25, 0.5, 0.75))
-    asks = ("tell me the stock price of {}", "check the price of the {} stock", "what is the stock price of {}")
+    asks = (
+        "tell me the stock price of {}",
+        "check the price of the {} stock",
+        "what is the stock price of {}",
+    )
     phrase = draw.pick(asks).format(symbol)
     call = Call("get_stock_price", {"symbol": symbol})
     result = json.dumps({"symbol": symbol, "price": price})
@@ -251,7 +309,9 @@ def _dice(draw: Draw) -> Request:
     rolls = [draw.number(1, sides) for _ in range(count)]
     phrase = f"roll {count} dice with {sides} sides"
     call = Call("roll_dice", {"count": count, "sides": sides})
-    return Request(phrase, call, json.dumps(rolls), f"I rolled {join([str(roll) for roll in rolls])}.", phrase)
+    return Request(
+        phrase, call, json.dumps(rolls), f"I rolled {join([str(roll) for roll in rolls])}.", phrase
+    )
 
 
 def _reminders(draw: Draw) -> Request:
@@ -268,13 +328,23 @@ _FIELDS = _object({"city": _STRING, "age": _INTEGER})
 TOOLS = (
     Tool(
         "get_weather",
-        ("Get the weather of a city", "Weather for a city", "Get weather", "Get the current weather in a given city"),
+        (
+            "Get the weather of a city",
+            "Weather for a city",
+            "Get weather",
+            "Get the current weather in a given city",
+        ),
         _object({"city": _STRING, "days": _INTEGER, "unit": _UNIT}, ("city",)),
         _weather,
     ),
     Tool(
         "get_time",
-        ("Get the time in a city", "Local time of a city", "Get time", "Get the current time in a given city"),
+        (
+            "Get the time in a city",
+            "Local time of a city",
+            "Get time",
+            "Get the current time in a given city",
+        ),
         _object({"city": _STRING}, ("city",)),
         _time,
     ),
@@ -344,7 +414,9 @@ TOOLS = (
         _object({"symbol": _STRING}, ("symbol",)),
         _stock,
     ),
-    Tool("roll_dice", ("Roll dice", "Throw some dice"), _object({"count": _INTEGER, "sides": _INTEGER}), _dice),
+    Tool(
+        "roll_dice", ("Roll dice", "Throw some dice"), _object({"count": _INTEGER, "sides": _INTEGER}), _dice
+    ),
     Tool("list_reminders", ("List all reminders", "Show the reminders"), _object({}), _reminders),
 )
 

@@ -1,4 +1,5 @@
-"""The training model against transformers' implementation (needs torch and transformers, not in make test)."""
+"""The training model against transformers' implementation (needs torch and transformers, not in make
+test)."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ def test_packed_documents_do_not_see_each_other() -> None:
 def test_every_parameter_gets_a_gradient() -> None:
     model = random_model()
     ids = torch.randint(0, TINY.vocab, (1, 48))
-    run = Run(Functions(), make_packing(torch.zeros_like(ids)), noise=0.5, index_rows=1, index_losses=[], loads=[])
+    run = Run(
+        Functions(), make_packing(torch.zeros_like(ids)), noise=0.5, index_rows=1, index_losses=[], loads=[]
+    )
 
     hidden = model.trunk(ids, run)
     mtp = model.mtp_hidden(ids, hidden, run)
