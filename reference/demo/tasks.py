@@ -257,7 +257,8 @@ def tell_story(animal: str) -> str:
         f"Once upon a time a little {animal} lived {_HOMES[index % 5]}. Every morning the {animal} "
         f"{_HABITS[(index * 2 + 1) % 5]}. One day {_PROBLEMS[(index * 3 + 2) % 5]}. The {animal} was afraid "
         f"and did not know what to do. Then a {friend} came by and said: Do not worry, I will help you. "
-        f"Together they found a new way. From that day on the {animal} and the {friend} were friends. The end."
+        f"Together they found a new way. From that day on the {animal} and the {friend} were friends. "
+        "The end."
     )
 
 
