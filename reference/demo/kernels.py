@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from reference.demo import fused, model
 from reference.demo.model import Functions
 
 _BLOCK = 64
+MAX_ERROR = 1e-4
+"""Relative; fp32 sums in another order differ by about 1e-7."""
 
 
 def chunked_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
@@ -125,44 +129,60 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return out
 
 
-def gpu_functions() -> Functions:
-    """Give the set for a GPU run."""
-    return Functions(
-        kda=chunked_kda,
-        sinkhorn=sinkhorn,
-        mix_streams=fused.mix_streams,
-        collapse_streams=fused.collapse_streams,
-        gated_experts=fused.gated_experts,
-    )
+def fused_functions() -> dict[str, Any]:
+    """Give the fused form of each field of Functions that has one."""
+    return {
+        "sinkhorn": sinkhorn,
+        "mix_streams": fused.mix_streams,
+        "collapse_streams": fused.collapse_streams,
+        "gated_experts": fused.gated_experts,
+    }
 
 
 def check_functions(device: str) -> dict[str, float]:
-    """Compare each fused part with its definition, values and gradients; give the relative errors."""
+    """Compare each fused part with its definition, values and gradients; give the relative errors.
+
+    A part that does not even compile on this device counts as infinitely wrong.
+    """
     torch.manual_seed(0)
     streams, y = torch.randn(500, 4, 256, device=device), torch.randn(500, 256, device=device)
     post, comb = torch.rand(500, 4, device=device), torch.rand(500, 4, 4, device=device)
     gate, up = torch.randn(500, 512, device=device) * 4, torch.randn(500, 512, device=device) * 4
     weights = torch.rand(500, 4, device=device)
-    return {
-        "sinkhorn": _error(lambda x: sinkhorn(x, 20, 1e-6), lambda x: model.sinkhorn(x, 20, 1e-6), comb * 4),
-        "mix_streams": _error(fused.mix_streams, model.mix_streams, streams, y, post, comb),
-        "collapse_streams": _error(fused.collapse_streams, model.collapse_streams, streams, post),
-        "gated_experts": _error(
-            lambda g, u, w: fused.gated_experts(g, u, w, 10.0),
-            lambda g, u, w: model.gated_experts(g, u, w, 10.0),
-            gate,
-            up,
-            weights,
-        ),
+    inputs: dict[str, tuple[Tensor, ...]] = {
+        "sinkhorn": (comb * 4,),
+        "mix_streams": (streams, y, post, comb),
+        "collapse_streams": (streams, post),
+        "gated_experts": (gate, up, weights),
     }
+    settings: dict[str, tuple[float, ...]] = {"sinkhorn": (20, 1e-6), "gated_experts": (10.0,)}
+    errors = {}
+    for name, ours in fused_functions().items():
+        try:
+            errors[name] = _error(ours, getattr(model, name), inputs[name], settings.get(name, ()))
+        except Exception as error:  # whatever a compiler raises: the run goes on without this part
+            print(f"{name} does not run here: {error}", flush=True)
+            errors[name] = math.inf
+    return errors
 
 
-def _error(ours: Any, theirs: Any, *inputs: Tensor) -> float:
+def gpu_functions(device: str) -> Functions:
+    """Give the set for a GPU run; a fused part that fails its check is left out, and said so."""
+    functions = Functions(kda=chunked_kda)
+    errors = check_functions(device)
+    for name, ours in fused_functions().items():
+        if errors[name] < MAX_ERROR:
+            setattr(functions, name, ours)
+    print(json.dumps({"errors of the fused parts (left out above 1e-4)": errors}), flush=True)
+    return functions
+
+
+def _error(ours: Any, theirs: Any, inputs: tuple[Tensor, ...], settings: tuple[float, ...]) -> float:
     """Give the largest relative error over the value and every gradient."""
     results = []
     for function in (ours, theirs):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out = function(*leaves)
+        out = function(*leaves, *settings)
         generator = torch.Generator().manual_seed(1)
         direction = torch.randn(out.shape, generator=generator).to(out.device)
         results.append([out, *torch.autograd.grad(out, leaves, direction.to(out.dtype))])
