@@ -166,9 +166,11 @@ def check_functions(device: str) -> dict[str, float]:
     return errors
 
 
-def gpu_functions(device: str) -> Functions:
+def gpu_functions(device: str, *, with_fused: bool = True) -> Functions:
     """Give the set for a GPU run; a fused part that fails its check is left out, and said so."""
     functions = Functions(kda=chunked_kda)
+    if not with_fused:
+        return functions
     errors = check_functions(device)
     for name, ours in fused_functions().items():
         if errors[name] < MAX_ERROR:
