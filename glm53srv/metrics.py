@@ -48,6 +48,7 @@ class Metrics:
         self._registry.register(_SchedulerCollector(self))
         self._time_to_first_token = self._seconds("time_to_first_token", "From submission to the first token")
         self._inter_token = self._seconds("inter_token_latency", "Between two tokens", TOKEN_BUCKETS_S)
+        self._token_gap: Histogram | None = None
         self._per_output_token = self._seconds(
             "request_time_per_output_token", "Decode time per token after the first", TOKEN_BUCKETS_S
         )
@@ -68,13 +69,14 @@ class Metrics:
         """Take the model's name and the source of the scheduler's numbers, once both are there."""
         self._model = model
         self._read_stats = read_stats
+        self._token_gap = self._inter_token.labels(model)  # looked up once: this one is fed for every token
         for reason in sorted(set(FINISHED_REASONS.values())):
             self._success.labels(model, reason)  # a rate needs the zero before the first one
 
     def on_token(self, sequence: Sequence) -> None:
         """Count a token that was sampled."""
-        if sequence.token_gap_s is not None:
-            self._inter_token.labels(self._model).observe(sequence.token_gap_s)
+        if sequence.token_gap_s is not None and self._token_gap is not None:
+            self._token_gap.observe(sequence.token_gap_s)
         elif sequence.first_token_s is not None:
             waited_s = sequence.first_token_s - sequence.submitted_s
             self._time_to_first_token.labels(self._model).observe(waited_s)

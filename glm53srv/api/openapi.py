@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm53srv.api.schema import EFFORTS, MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS
-from glm53srv.request import MAX_LOGPROBS
+from glm53srv.request import MAX_LOGPROBS, MIN_REPETITION_PENALTY
 
 Schema = dict[str, Any]
 
@@ -110,7 +110,7 @@ _SAMPLING: Schema = {
     "top_k": _integer(-1),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+    "repetition_penalty": _number(MIN_REPETITION_PENALTY, 100),
     "stop": _STOP,
     "stop_token_ids": {"type": "array", "items": _ID},
     "ignore_eos": _BOOLEAN,

@@ -7,12 +7,14 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.api.builders import small_tokenizer
 from tests.api.harness import Answer, Client, Server, end_ids, ids_of, make_server, serving
+from tests.api.http_server import HttpServer
 
 PROMPT = "the hello"
 
@@ -235,3 +237,25 @@ def test_wrong_input_names_the_field(fields: dict[str, Any], param: str) -> None
             server.check_idle()
 
     asyncio.run(main())
+
+
+def test_the_calls_of_sglangs_benchmark_over_a_socket() -> None:
+    """It flushes the cache, asks for the model and the server, and reads cumulative streams."""
+    with HttpServer() as http, httpx.Client(base_url=http.base_url, timeout=20.0) as client:
+        assert client.post("/flush_cache").status_code == 200
+        assert client.get("/v1/models").json()["data"]
+        assert client.get("/get_server_info").json()["internal_states"]
+        fields = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+        body = {"text": PROMPT, "sampling_params": fields, "stream": True, "return_logprob": True}
+        texts = []
+        with client.stream("POST", "/generate", json={**body, "logprob_start_len": -1}) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    event = json.loads(line.removeprefix("data: "))
+                    texts.append(event["text"])
+        assert event["meta_info"]["completion_tokens"] == 12
+        assert len(event["meta_info"]["output_token_logprobs"]) == 12
+        assert event["meta_info"]["input_token_logprobs"] == []
+        assert all(later.startswith(earlier.rstrip("\ufffd")) for earlier, later in pairwise(texts))
+        http.call(http.server.check_idle)
