@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     are_files = [Path(side).is_file() for side in (options.a, options.b)]
     if any(are_files) and not all(are_files):
         raise BadInput("--a and --b must both be files or both be addresses of servers")
-    report = open_report(TOOL, argv, secret=options.api_key)
+    report = open_report(TOOL, argv, out=options.out, secret=options.api_key)
     if all(are_files):
         ratios, notes = compare_files(Path(options.a), Path(options.b))
         report.notes += notes

@@ -58,6 +58,7 @@ class Group:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
+    report = open_report(TOOL, argv, out=options.out)
     progress = Progress(None if options.quiet else sys.stderr)
     try:
         configs = [_config(options, words) for words in (options.a, options.b)]
@@ -66,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
         other = run_forced(configs[1], groups, progress, "B")
     except Glm53Error as error:
         raise BenchError(str(error)) from error
-    report = open_report(TOOL, argv)
     scores = {"A against A": compare(first, control), "A against B": compare(first, other)}
     report.result = {
         "a": options.a,

@@ -163,7 +163,7 @@ class Watch:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     client = client_of(options)
-    report = open_report(TOOL, argv, client, secret=options.api_key)
+    report = open_report(TOOL, argv, client, out=options.out, secret=options.api_key)
     bench = measure.Bench.open(client, report.server_before or {}, template="server", id_range=None)
     options.max_prompt = min(options.max_prompt, bench.context_tokens - options.max_output - 1)
     if options.max_prompt < SHORTEST_PROMPT:

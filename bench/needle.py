@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     if options.values is not None and len(set(options.values)) < 2:
         raise BadInput("--values must be two or more different words")
     client = client_of(options)
-    report = open_report(TOOL, argv, client, secret=options.api_key)
+    report = open_report(TOOL, argv, client, out=options.out, secret=options.api_key)
     progress = Progress(None if options.quiet else sys.stderr)
     fields: dict[str, Any] = {} if options.thinking else {"chat_template_kwargs": {"enable_thinking": False}}
     asker = Asker(client, wording, fields, options.max_tokens)

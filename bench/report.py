@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -175,14 +176,28 @@ def client_of(options: argparse.Namespace) -> Client:
 
 
 def open_report(
-    tool: str, argv: Sequence[str], client: Client | None = None, *, secret: str | None = None
+    tool: str,
+    argv: Sequence[str],
+    client: Client | None = None,
+    *,
+    out: Path | None = None,
+    secret: str | None = None,
 ) -> Report:
-    """Begin a report, with what the server says before the run. secret: never written down."""
+    """Begin a report, with what the server says before the run. secret: never written down.
+
+    Raises BadInput when `out` will not be writable: before the measurement, not after it.
+    """
+    if out is not None and (out.is_dir() or not os.access(_existing_parent(out), os.W_OK)):
+        raise BadInput(f"--out {out}: cannot be written")
     words = [word.replace(secret, "***") for word in argv] if secret else argv
     report = Report(tool, [f"bench.{tool}", *words])
     if client is not None:
         report.server_before = server_facts(client)
     return report
+
+
+def _existing_parent(path: Path) -> Path:
+    return next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
 
 
 def close_report(report: Report, out: Path | None, text: str, client: Client | None = None) -> int:

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     panel = load_panel(options.panel)
     client = client_of(options)
-    report = open_report(TOOL, argv, client, secret=options.api_key)
+    report = open_report(TOOL, argv, client, out=options.out, secret=options.api_key)
     progress = Progress(None if options.quiet else sys.stderr)
     entries = score_panel(client, panel, progress)
     total = summarise([score for entry in entries for score in entry.scores])

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -211,8 +212,10 @@ class Sweep:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     best = _read_best(options.best, options.card)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("--plot needs matplotlib, which is not installed")
     client = client_of(options)
-    report = open_report(TOOL, argv, client, secret=options.api_key)
+    report = open_report(TOOL, argv, client, out=options.out, secret=options.api_key)
     ids = None if options.ids is None else (options.ids[0], options.ids[1])
     bench = measure.Bench.open(client, report.server_before or {}, template=options.template, id_range=ids)
     sweep = Sweep(bench, options, report, Progress(None if options.quiet else sys.stderr), best)
@@ -264,10 +267,7 @@ def _table(metrics: dict[str, dict[str, Any]]) -> str:
 
 
 def _plot(metrics: dict[str, dict[str, Any]], path: Path, title: str) -> None:
-    try:
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise BadInput("--plot needs matplotlib, which is not installed") from error
+    figures: Any = importlib.import_module("matplotlib.figure")
     shown = {name: metric for name, metric in metrics.items() if metric["unit"] == "tok/s"}
     figure = figures.Figure(figsize=(9, 1 + 0.4 * len(shown)), layout="constrained")
     axes = figure.subplots()
