@@ -150,7 +150,12 @@ def _prefill_rate(num_tokens: int) -> Callable[[measure.Bench, int], float]:
 
 
 def _decode_rate(num_streams: int, max_tokens: int) -> Callable[[measure.Bench, int], float]:
-    return lambda bench, number: measure.decode_round(bench, num_streams, number, max_tokens).after_first
+    """Answers are all equally long, past natural ends: their lengths would be noise."""
+
+    def rate(bench: measure.Bench, number: int) -> float:
+        return measure.decode_round(bench, num_streams, number, max_tokens, ignore_eos=True).after_first
+
+    return rate
 
 
 def _shown(values: Sequence[float]) -> str:

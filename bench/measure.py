@@ -85,14 +85,16 @@ class Bench:
         """Prompt with ids."""
         return self._count(self.prompter(self.client, ids, max_tokens))
 
-    def ask(self, number: int, max_tokens: int | None) -> Timed:
-        """Ask chat question `number` of this run."""
+    def ask(self, number: int, max_tokens: int | None, *, ignore_eos: bool = False) -> Timed:
+        """Ask chat question `number` of this run. ignore_eos: go on to max_tokens, past natural ends."""
         task = TASKS[number % len(TASKS)]
         question = f"Request {self.nonce}-{number}. Write a long, careful explanation of {task}."
         if self.template == "glm":
             text = GLM_PROMPT.format(question=question)
             return self._count(generate_text(self.client, text, max_tokens))
-        fields = {"messages": [{"role": "user", "content": question}], "temperature": 0}
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "temperature": 0}
+        if ignore_eos:
+            fields["ignore_eos"] = True
         return self._count(chat(self.client, fields, max_tokens))
 
     def _count(self, timed: Timed) -> Timed:
@@ -133,11 +135,13 @@ def prefill_run(bench: Bench, num_tokens: int) -> float:
     return timed.first_token_s
 
 
-def decode_round(bench: Bench, num_streams: int, first_number: int, max_tokens: int | None) -> DecodeRound:
-    """Run num_streams different chats at once to their ends."""
+def decode_round(
+    bench: Bench, num_streams: int, first_number: int, max_tokens: int | None, *, ignore_eos: bool = False
+) -> DecodeRound:
+    """Run num_streams different chats at once, to their natural ends unless ignore_eos."""
 
     def job(number: int) -> Callable[[], Timed]:
-        return lambda: bench.ask(number, max_tokens)
+        return lambda: bench.ask(number, max_tokens, ignore_eos=ignore_eos)
 
     return round_of(at_once([job(first_number + at) for at in range(num_streams)]))
 
