@@ -3,7 +3,7 @@ PYTHON ?= python3
 MODEL ?= .models/random
 BIN := .venv/bin
 
-.PHONY: serve test lint types native-test pytest bench format clean
+.PHONY: serve test lint types native-test pytest bench bench-short format clean
 
 serve: .venv/.serve $(MODEL)/config.json
 	$(BIN)/python -m cffi_build
@@ -33,6 +33,10 @@ format: .venv/.test
 
 bench: .venv/.serve
 	$(BIN)/python -m bench.kernels
+
+bench-short: .venv/.serve $(MODEL)/config.json
+	$(BIN)/python -m cffi_build
+	$(BIN)/python -m bench.all --model $(MODEL) --out build/bench --short $(ARGS)
 
 .models/random/config.json: .venv/.serve
 	$(BIN)/glm53srv pack random --out .models/random

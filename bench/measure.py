@@ -71,7 +71,7 @@ class Bench:
         vocabulary = id_range or _id_range(client, pages)
         probe = list(range(vocabulary[0], min(vocabulary[0] + 4, vocabulary[1])))
         name, prompter = choose_prompter(client, probe)
-        return cls(client, prompter, name, vocabulary, _context_tokens(pages), template)
+        return cls(client, prompter, name, vocabulary, context_tokens(pages), template)
 
     def random_ids(self, num_tokens: int) -> list[int]:
         """Draw a fresh prompt."""
@@ -243,7 +243,8 @@ def _id_range(client: Client, pages: dict[str, Any]) -> tuple[int, int]:
     return min(1000, size // 4), size * 19 // 20
 
 
-def _context_tokens(pages: dict[str, Any]) -> int:
+def context_tokens(pages: dict[str, Any]) -> int:
+    """Give the longest sequence that the server takes, as it says (facts.server_facts)."""
     models = (pages.get("models") or {}).get("data") or [{}]
     length = models[0].get("max_model_len") or (pages.get("server_info") or {}).get("context_length")
     return int(length) if length else FALLBACK_CONTEXT

@@ -26,6 +26,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import measure
 from bench.client import Client
 from bench.errors import BadInput, BenchError
 from bench.generation import Timed, chat
@@ -41,6 +42,9 @@ from bench.report import (
 )
 
 TOOL = "needle"
+SLACK = 1.15
+"""Texts come out a little longer than wanted, and the question comes on top."""
+
 FACT = "Note well: the code of the {key} is {value}."
 QUESTION = "What is the code of the {key}? Answer with the code alone."
 KEYS = ("harbour office", "old observatory", "north gate", "clock tower", "seed library", "river lock")
@@ -179,9 +183,15 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(None if options.quiet else sys.stderr)
     fields: dict[str, Any] = {} if options.thinking else {"chat_template_kwargs": {"enable_thinking": False}}
     asker = Asker(client, wording, fields, options.max_tokens)
-    asker.depths(min(500, *options.tokens), [0.5])  # learns the length of a token
+    room = measure.context_tokens(report.server_before or {}) - options.max_tokens
+    lengths = [num_tokens for num_tokens in options.tokens if num_tokens * SLACK <= room]
+    left_out = sorted(set(options.tokens) - set(lengths))
+    if left_out:
+        report.notes.append(f"texts of {left_out} tokens do not fit into the context: left out")
+    if lengths:
+        asker.depths(min(500, *lengths), [0.5])  # learns the length of a token
     answers: list[Answer] = []
-    for num_tokens in options.tokens:
+    for num_tokens in lengths:
         for answer in [*asker.depths(num_tokens, options.depths), *asker.reused(num_tokens)]:
             answers.append(answer)
             verdict = (
@@ -189,7 +199,9 @@ def main(argv: Sequence[str]) -> int:
             )
             progress(f"{answer.kind} {answer.prompt_tokens} tokens, depth {answer.depth:.2f}: {verdict}")
     if not answers:
-        raise BenchError("nothing was asked: give --tokens")
+        raise BenchError(
+            f"nothing was asked: no text fits into {room} tokens beside its answer; give --tokens"
+        )
     report.result = {"answers": [asdict(answer) for answer in answers]}
     hidden = [answer for answer in answers if answer.kind != "after"]
     found = sum(answer.is_good for answer in hidden) / len(hidden)

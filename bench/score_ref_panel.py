@@ -50,13 +50,16 @@ CANNOT = "the server cannot return log probabilities of a prompt"
 
 @dataclass(frozen=True, slots=True)
 class EntryScore:
-    """One sequence scored. misplaced: prompt tokens that came back as others. has_own_prompt: the server
-    rendered the chat request into other tokens than the panel's."""
+    """One sequence scored. misplaced: prompt tokens that came back as others.
+
+    has_own_prompt: the server rendered the chat request into other tokens than the panel's; None where it
+    has no /tokenize to ask, or there is no chat.
+    """
 
     name: str
     scores: tuple[PositionScore, ...]
     misplaced: int
-    has_own_prompt: bool
+    has_own_prompt: bool | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,8 +79,14 @@ def main(argv: Sequence[str]) -> int:
         Check("top-1 agreement", total.top1, options.min_top1, at_least=True),
         Check("mean KL in nats", total.mean_kl, options.max_kl),
         Check("prompt tokens that came back as others", sum(entry.misplaced for entry in entries), 0),
-        Check("chats rendered into other tokens", sum(entry.has_own_prompt for entry in entries), 0),
+        Check("chats rendered into other tokens", sum(entry.has_own_prompt is True for entry in entries), 0),
     ]
+    num_chats = sum(entry.chat is not None for entry in panel.entries)
+    num_unasked = num_chats - sum(entry.has_own_prompt is not None for entry in entries)
+    if num_unasked:
+        report.notes.append(
+            f"the server renders no chats on request: its template was not checked on {num_unasked}"
+        )
     if total.unlisted:
         report.notes.append(
             f"{total.unlisted} of {total.positions * panel.top} reference tokens were not among those that "
@@ -103,7 +112,8 @@ def score_panel(client: Client, panel: Panel, progress: Progress) -> list[EntryS
 def score_entry(client: Client, entry: PanelEntry, top: int) -> EntryScore:
     """Score one sequence, behind the prompt that the server makes of its chat request."""
     prompt = entry.ids[: entry.num_prompt]
-    own = _rendered(client, entry)
+    rendered = _rendered(client, entry)
+    own = prompt if rendered is None else rendered
     offset = len(own) - len(prompt)
     ids = own + entry.ids[len(prompt) :]
     # behind another prompt only the answer's tokens have a counterpart; the first is judged one before it
@@ -117,7 +127,7 @@ def score_entry(client: Client, entry: PanelEntry, top: int) -> EntryScore:
         raise BenchError(f"{entry.name}: no position behind the chat's prompt to score")
     served, misplaced = served_logprobs(client, ids, sorted(wanted), top)
     scores = tuple(score_position(wanted[position], served[position]) for position in sorted(wanted))
-    return EntryScore(entry.name, scores, misplaced, own != prompt)
+    return EntryScore(entry.name, scores, misplaced, None if rendered is None else own != prompt)
 
 
 def served_logprobs(
@@ -180,18 +190,18 @@ def _length(value: object) -> str:
     return str(len(value)) if isinstance(value, list) else "none"
 
 
-def _rendered(client: Client, entry: PanelEntry) -> tuple[int, ...]:
-    """Give the tokens of the server's own rendering; the panel's where there is no chat or no /tokenize."""
-    prompt = entry.ids[: entry.num_prompt]
+def _rendered(client: Client, entry: PanelEntry) -> tuple[int, ...] | None:
+    """Give the tokens of the server's own rendering; None where there is no chat or no way to ask."""
     if entry.chat is None:
-        return prompt
+        return None
     try:
         answer = client.post("/tokenize", dict(entry.chat))
     except ServerRefused as error:
         if error.status in (404, 405, 501):
-            return prompt
+            return None
         raise
-    return tuple(answer["tokens"])
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    return tuple(tokens) if tokens else None  # some servers tokenize a text only, and find none here
 
 
 def _entry_result(entry: EntryScore) -> dict[str, Any]:

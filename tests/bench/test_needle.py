@@ -80,6 +80,23 @@ def test_a_fact_known_without_its_text_is_a_leak(tmp_path: Path) -> None:
     assert failed == ["answers that knew a fact of an earlier request"]
 
 
+def test_a_text_beyond_the_context_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inner = reader()
+
+    def respond(method: str, path: str, body: bytes) -> Answer:
+        if path == "/v1/models":
+            return 200, b'{"data": [{"id": "m", "max_model_len": 1500}]}'
+        return inner(method, path, body)
+
+    code, document = run(respond, tmp_path / "o", "--tokens", "800", "5000")
+
+    assert code == PASSED
+    assert {answer["wanted_tokens"] for answer in document["result"]["answers"]} == {800}
+    assert any("[5000] tokens do not fit" in note for note in document["notes"])
+    assert run(respond, tmp_path / "p", "--tokens", "5000") == (NOT_MEASURED, {})
+    assert "no text fits into 1300 tokens" in capsys.readouterr().err
+
+
 def test_words_of_the_model_s_own_can_be_hidden(tmp_path: Path) -> None:
     respond = reader()
     code, document = run(respond, tmp_path / "o", "--values", "111", "222", "333")

@@ -107,6 +107,16 @@ def test_another_template_is_found(server: str, panel_path: Path, tmp_path: Path
     assert all(entry["has_own_prompt"] for entry in document["result"]["entries"])
 
 
+def test_a_server_that_renders_no_chats_is_scored_on_the_panel_s_tokens(
+    server: str, panel_path: Path, tmp_path: Path
+) -> None:
+    with serving(lying(server, "/tokenize", lambda answer: {"tokens": []})) as url:
+        code, document = run(url, panel_path, tmp_path / "out.json")
+
+    assert code == PASSED
+    assert any("its template was not checked on 8" in note for note in document["notes"])
+
+
 def test_a_server_without_generate_is_told_from_a_bad_one(
     panel_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
