@@ -111,7 +111,7 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         "stream_rate",
-        lambda run: ["--url", run.url, "--max-tokens", "2048"],
+        lambda run: ["--url", run.url, "--max-tokens", "4096"],
         lambda run: ["--url", run.url, "--max-tokens", "1500"],
         writes_result=False,
     ),
@@ -147,7 +147,7 @@ STEPS: tuple[Step, ...] = (
         "decode_kl",
         lambda run: ["--model", str(run.model), "--b", "precision=fast16", *_kl_limits(run)],
         lambda run: [
-            *("--model", str(run.model), "--b", "precision=fast16", "--sequences", "4", "--tokens", "16"),
+            *("--model", str(run.model), "--b", "precision=fast16", "--sequences", "2", "--tokens", "8"),
             *_kl_limits(run),
         ],
         skip=_no_model,

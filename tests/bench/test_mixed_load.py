@@ -14,7 +14,7 @@ from bench.report import FAILED, NOT_MEASURED, PASSED, run_command
 from tests.bench.servers import lying, serving
 
 MIB = 2**20
-SHORT = ["--minutes", "0.05", "--workers", "3", "--max-prompt", "200", "--max-output", "8", "--quiet"]
+SHORT = ["--minutes", "0.03", "--workers", "3", "--max-prompt", "200", "--max-output", "8", "--quiet"]
 
 
 def run(url: str, out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
