@@ -5,6 +5,7 @@
     |-- CheckpointError    the model directory cannot be served                      exit code 3
     |-- MachineError       this machine lacks something (memory, instruction set)    exit code 4
     |-- EngineError        a step failed; the engine must be closed                  exit code 5
+    |-- GrammarError       a constraint cannot be compiled; the API makes it a 400
     `-- RequestError       one request is refused; the server goes on                an HTTP answer
         |-- InvalidRequest, ContextLengthExceeded   400
         |-- AuthenticationFailed                    401
@@ -48,6 +49,10 @@ class EngineError(Glm53Error):
     """A step failed. Only Engine.close() may follow."""
 
     exit_code = 5
+
+
+class GrammarError(Glm53Error):
+    """A constraint cannot be compiled; the text is the compiler's reason, on one line."""
 
 
 class RequestError(Glm53Error):

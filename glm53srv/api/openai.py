@@ -14,6 +14,8 @@ from typing import Any
 import orjson
 
 from glm53srv.api.chat_template import RenderedPrompt, render_chat
+from glm53srv.api.constraints import OutputFormat, check_output_format
+from glm53srv.api.markers import Marker
 from glm53srv.api.output_events import (
     CallArguments,
     CallEnd,
@@ -27,10 +29,11 @@ from glm53srv.api.schema import ChatRequest, parse_chat_request
 from glm53srv.api.served import OWNER, ServedModel
 from glm53srv.api.service import Finish, GenerationJob, StepOutput
 from glm53srv.api.tokenizer import Tokenizer, TooManyIds
+from glm53srv.api.tool_grammar import tool_format
 from glm53srv.api.tool_types import tool_schemas
 from glm53srv.api.wire import parse_body
 from glm53srv.errors import ContextLengthExceeded, ModelNotFound, RequestError
-from glm53srv.request import GenerationRequest, TokenEvent, Usage
+from glm53srv.request import GenerationRequest, OpenReasoning, TokenEvent, Usage
 
 DONE = b"data: [DONE]\n\n"
 _LEAD, _TAIL = b"data: ", b"\n\n"
@@ -38,10 +41,11 @@ _LEAD, _TAIL = b"data: ", b"\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
-    """A checked request with its rendered, encoded prompt."""
+    """A checked request with its rendered, encoded prompt. output_format: still to be compiled."""
 
     request: ChatRequest
     generation: GenerationJob
+    output_format: OutputFormat | None = None
 
 
 def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -> ChatJob:
@@ -53,8 +57,19 @@ def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -
     check_model(request.model, model)
     prompt = render_chat(request.messages, request.tools, request.template)
     stop, stop_ids = _split_stops(request.stop, model.tokenizer)
-    sampling = request.sampling
-    sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *stop_ids))
+    wanted = tool_format(
+        request.tools,
+        request.tool_choice,
+        request.output_format,
+        model.tokenizer,
+        parallel=request.parallel_calls,
+    )
+    sampling = replace(
+        request.sampling,
+        stop_token_ids=(*request.sampling.stop_token_ids, *stop_ids),
+        constraint=None if wanted is None else wanted.constraint,
+        reasoning=_open_reasoning(request, prompt, model.tokenizer, is_bound=wanted is not None),
+    )
     tools = tool_schemas(request.tools)
     return ChatJob(
         request,
@@ -71,7 +86,26 @@ def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -
             max_calls=None if request.parallel_calls else 1,
             num_choices=request.num_choices,
         ),
+        wanted,
     )
+
+
+def check_format(job: ChatJob, model: ServedModel) -> None:
+    """Compile the job's constraint, if it has one; up to a second for extreme ones, so in a thread.
+
+    Raises InvalidRequest.
+    """
+    check_output_format(job.output_format, model.grammars)
+
+
+def _open_reasoning(
+    request: ChatRequest, prompt: RenderedPrompt, tokenizer: Tokenizer, *, is_bound: bool
+) -> OpenReasoning | None:
+    """Give the rules of reasoning that the prompt leaves open, where a constraint or a budget needs them."""
+    if not prompt.ends_in_reasoning or not (is_bound or request.thinking_budget is not None):
+        return None
+    ids = {marker: token_id for token_id, marker in tokenizer.markers.items()}
+    return OpenReasoning(ids[Marker.THINK_END], (ids[Marker.TOOL_CALL],), request.thinking_budget)
 
 
 def _encode(prompt: RenderedPrompt, model: ServedModel, max_tokens: int | None) -> tuple[int, ...]:

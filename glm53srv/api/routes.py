@@ -139,13 +139,13 @@ class ChatCompletions:
             await self._stream(scope, receive, send, running, job)
 
     async def _prepare(self, body: bytearray, model: ServedModel, request_id: str) -> ChatJob:
+        loop, threads = asyncio.get_running_loop(), self._context.text_threads
         if len(body) <= LONG_BODY_BYTES:
             job = openai.prepare_chat(body, model, request_id)
         else:
-            loop = asyncio.get_running_loop()
-            job = await loop.run_in_executor(
-                self._context.text_threads, openai.prepare_chat, body, model, request_id
-            )
+            job = await loop.run_in_executor(threads, openai.prepare_chat, body, model, request_id)
+        if job.output_format is not None:
+            await loop.run_in_executor(threads, openai.check_format, job, model)
         self._tell_ignored(job.request.ignored)
         return job
 

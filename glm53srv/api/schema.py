@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from glm53srv.api.chat_template import ChatMessage, TemplateOptions
+from glm53srv.api.constraints import OutputFormat, parse_output_format
 from glm53srv.api.messages import parse_messages, parse_tools
+from glm53srv.api.tool_grammar import ToolChoice
 from glm53srv.api.wire import Fields, invalid
 from glm53srv.errors import InvalidRequest
 from glm53srv.request import MAX_LOGPROBS, SamplingParams
@@ -35,15 +37,6 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "functions": "send tools",
     "function_call": "send tool_choice",
     "audio": "the server is text only",
-    "structured_outputs": "constrained output is not supported",
-    "guided_json": "constrained output is not supported",
-    "guided_regex": "constrained output is not supported",
-    "guided_grammar": "constrained output is not supported",
-    "guided_choice": "constrained output is not supported",
-    "json_schema": "constrained output is not supported",
-    "regex": "constrained output is not supported",
-    "grammar": "constrained output is not supported",
-    "ebnf": "constrained output is not supported",
 }
 """Fields that would change the answer and cannot be honoured. null and false are taken as absent."""
 
@@ -58,7 +51,13 @@ EFFORTS: Mapping[str, str] = {
 }
 """The model knows low, high and max; its template gives max for medium, and so do we."""
 
-KNOWN_TEMPLATE_KWARGS = ("enable_thinking", "thinking", "clear_thinking", "reasoning_effort")
+KNOWN_TEMPLATE_KWARGS = (
+    "enable_thinking",
+    "thinking",
+    "clear_thinking",
+    "reasoning_effort",
+    "thinking_budget",
+)
 MAX_CHOICES = 16
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -77,12 +76,16 @@ class ChatRequest:
     """One chat completion, checked.
 
     max_tokens: None means what is left of the context. tools: bare function objects; empty also when
-    tool_choice is none. ignored: template arguments that nobody reads, for the log.
+    tool_choice is none. output_format: of the answer, where it is not a call. thinking_budget: most tokens of
+    reasoning. ignored: template arguments that nobody reads, for the log.
     """
 
     model: str | None
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    output_format: OutputFormat | None = None
+    thinking_budget: int | None = None
     template: TemplateOptions = field(default_factory=TemplateOptions)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
@@ -102,11 +105,15 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
     """
     fields = Fields(dict(body))
     _refuse_unsupported(fields)
+    tools, tool_choice = _parse_tools(fields)
     kwargs = fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
     return ChatRequest(
         model=fields.string("model"),
         messages=parse_messages(fields),
-        tools=_parse_tool_choice(fields),
+        tools=tools,
+        tool_choice=tool_choice,
+        output_format=parse_output_format(fields),
+        thinking_budget=_parse_thinking_budget(fields, kwargs),
         template=_parse_template(fields, kwargs),
         sampling=_parse_sampling(fields, defaults),
         max_tokens=_parse_max_tokens(fields),
@@ -124,9 +131,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     for name, remedy in REFUSED_FIELDS.items():
         if fields.raw(name) not in (None, False):
             raise fields.error(name, f"is not supported: {remedy}")
-    response_format = fields.object("response_format")
-    if response_format is not None and response_format.string("type") not in (None, "text"):
-        raise response_format.error("type", "must be text; constrained output is not supported")
     if any(modality != "text" for modality in fields.list("modalities")):
         raise fields.error("modalities", 'must be ["text"]; the server is text only')
     if fields.boolean("continue_final_message", False):
@@ -135,14 +139,32 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("add_generation_prompt", "must be true in a chat completion")
 
 
-def _parse_tool_choice(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+def _parse_tools(fields: Fields) -> tuple[tuple[Mapping[str, Any], ...], ToolChoice]:
+    """Read tools and tool_choice; with `none` the prompt shows no tools."""
     tools = parse_tools(fields)
     choice = fields.raw("tool_choice")
-    if choice in (None, "auto"):
-        return tools
     if choice == "none":
-        return ()
-    raise fields.error("tool_choice", "must be auto or none; a forced call is not supported")
+        return (), ToolChoice()
+    if choice in (None, "auto"):
+        return tools, ToolChoice()
+    if not tools:
+        raise fields.error("tool_choice", "needs tools")
+    if choice == "required":
+        return tools, ToolChoice(required=True)
+    if isinstance(choice, dict):
+        return tools, _parse_named_choice(Fields(choice, "tool_choice"), tools)
+    raise fields.error("tool_choice", "must be auto, none, required or a function")
+
+
+def _parse_named_choice(wire: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """Read `{"type": "function", "function": {"name": ...}}`, or the name beside the type (Responses)."""
+    if wire.string("type") not in (None, "function"):
+        raise wire.error("type", "must be function")
+    holder = wire.object("function") or wire
+    name = holder.string("name")
+    if name is None or all(tool["name"] != name for tool in tools):
+        raise holder.error("name", "must be the name of one of the tools")
+    return ToolChoice(name=name)
 
 
 def _parse_template(fields: Fields, kwargs: Fields) -> TemplateOptions:
@@ -167,6 +189,21 @@ def _parse_template(fields: Fields, kwargs: Fields) -> TemplateOptions:
         clear_thinking=clear,
         enable_thinking=thinking,
     )
+
+
+def _parse_thinking_budget(fields: Fields, kwargs: Fields) -> int | None:
+    """Read it by the names of vLLM, Qwen, Anthropic and Z.ai; the first that is given wins."""
+    thinking = fields.raw("thinking")
+    sources = [(fields, "thinking_token_budget"), (fields, "thinking_budget"), (kwargs, "thinking_budget")]
+    if isinstance(thinking, dict):
+        sources.append((Fields(thinking, "thinking"), "budget_tokens"))
+    for source, name in sources:
+        budget = source.integer(name)
+        if budget is not None and budget < 0:
+            raise source.error(name, "must be 0 or more")
+        if budget is not None:
+            return budget
+    return None
 
 
 def _parse_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from glm53srv.engine.base import EngineLimits, PrefillSlice, SampledToken, StepPlan, StepResult
 from glm53srv.errors import QueueFull, RequestError
-from glm53srv.request import GenerationRequest, TokenEvent
+from glm53srv.request import FinishReason, GenerationRequest, TokenEvent
 from glm53srv.scheduler.admission import check_request, context_tokens
 from glm53srv.scheduler.cost import SMOOTHING, Rate, StepCosts
 from glm53srv.scheduler.integrity import check_pages, check_sequences, check_slots, require
@@ -285,6 +285,9 @@ class Scheduler:
         return [self._add_token(sequence, result.tokens[-1], now_s)]
 
     def _add_token(self, sequence: Sequence, token: SampledToken, now_s: float) -> tuple[int, TokenEvent]:
+        if token.error is not None:  # this sequence alone cannot go on
+            self._end(sequence, SequenceState.ABORTED, now_s)
+            return sequence.sequence_id, TokenEvent(None, finish=FinishReason.ERROR, error=token.error)
         finish, is_stop_token = sequence.add_token(token.token_id, now_s)
         if finish is not None:
             self._end(sequence, SequenceState.FINISHED, now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,11 +16,13 @@ from starlette.types import Message
 
 from glm53srv.api.app import create_app
 from glm53srv.api.lifecycle import Lifecycle, Loaded
+from glm53srv.api.loading import grammar_compiler
 from glm53srv.api.served import ServedModel
 from glm53srv.api.tokenizer import Tokenizer
 from glm53srv.config import ServerConfig
 from glm53srv.engine.base import StepPlan
 from glm53srv.engine.fake import FakeEngine
+from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.progress import Progress
 from glm53srv.request import SamplingParams
 from glm53srv.scheduler.scheduler import SchedulerSettings
@@ -46,6 +49,12 @@ def end_ids() -> tuple[int, ...]:
     """The end ids of the small tokenizer: <|endoftext|>, <|user|>, <|observation|>."""
     names = ("<|endoftext|>", "<|user|>", "<|observation|>")
     return tuple(small_tokenizer().control_id(name) or 0 for name in names)
+
+
+@functools.cache
+def small_grammars() -> GrammarCompiler:
+    """Constraints over the small tokenizer; safe to share, so one is enough."""
+    return grammar_compiler(small_tokenizer(), end_ids())
 
 
 @dataclass
@@ -102,14 +111,20 @@ def make_server(
         vocab_size=tokenizer.num_ids,
         eos_token_ids=end_ids(),
     )
-    engine = FakeEngine(limits, scripts=scripts, before_step=before_step)
+    grammars = small_grammars()
+    engine = FakeEngine(limits, scripts=scripts, before_step=before_step, grammars=grammars)
 
     def load(progress: Progress) -> Loaded:
         if before_load is not None:
             before_load(progress)
         engine.warm_up()
         model = ServedModel(
-            MODEL, CREATED, tokenizer, max_context_tokens, defaults or SamplingParams(temperature=0.0)
+            MODEL,
+            CREATED,
+            tokenizer,
+            max_context_tokens,
+            defaults or SamplingParams(temperature=0.0),
+            grammars=grammars,
         )
         return Loaded(engine, model)
 
