@@ -203,4 +203,4 @@ def lark_regex(regex: str) -> str:
     """Write a regular expression as a Lark terminal."""
     from llguidance import regex_to_lark  # 0.15 s: not before the port is open
 
-    return f"/{regex_to_lark(regex)}/"
+    return f"/{regex_to_lark(regex, 'd')}/"

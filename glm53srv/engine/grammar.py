@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from numpy.typing import NDArray
 
 from glm53srv.errors import GrammarError
@@ -127,7 +127,8 @@ def _source(constraint: Constraint) -> str:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(constraint.text)
         case "regex":
-            return LLMatcher.grammar_from_regex(constraint.text)
+            # "d" makes \d an ASCII digit, as everybody means it.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/")
         case "lark":
             return LLMatcher.grammar_from_lark(constraint.text)
         case "llguidance":
