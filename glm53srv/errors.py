@@ -10,10 +10,12 @@
         |-- InvalidRequest, ContextLengthExceeded   400
         |-- AuthenticationFailed                    401
         |-- ModelNotFound                           404
+        |-- BodyTooSlow                             408
         |-- BodyTooLarge                            413
         |-- QueueFull                               429, Retry-After
         |-- RequestFailed                           500
-        `-- NotReady                                503, Retry-After
+        |-- NotReady, QueueTimeout                  503, Retry-After
+        `-- RequestTimeout                          504
 
 The text of an error is one line that says what is wrong and what to change.
 """
@@ -106,6 +108,13 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class BodyTooSlow(RequestError):
+    """The request body did not arrive in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
 class BodyTooLarge(RequestError):
     """The request body is larger than the server accepts."""
 
@@ -134,3 +143,19 @@ class NotReady(RequestError):
     status = 503
     type = "unavailable_error"
     code = "not_ready"
+
+
+class QueueTimeout(RequestError):
+    """The request waited for a slot longer than the server lets it."""
+
+    status = 503
+    type = "unavailable_error"
+    code = "queue_timeout"
+
+
+class RequestTimeout(RequestError):
+    """The request ran longer than the server lets it."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"

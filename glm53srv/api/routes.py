@@ -24,7 +24,7 @@ from glm53srv.api.asgi import (
 )
 from glm53srv.api.openai import AnswerBuilder, ChatJob, ChunkWriter
 from glm53srv.api.served import ServedModel
-from glm53srv.api.service import Finish, Generations, open_generations
+from glm53srv.api.service import Deadlines, Finish, Generations, open_generations
 from glm53srv.api.sse import EventStream, StreamTimes
 from glm53srv.api.state import Running, ServerState
 from glm53srv.errors import RequestError, RequestFailed
@@ -50,7 +50,9 @@ class ApiContext:
     state: ServerState
     text_threads: Executor
     max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float | None = None
     times: StreamTimes = field(default_factory=StreamTimes)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
 
@@ -124,7 +126,7 @@ class ChatCompletions:
         self._told: set[str] = set()  # template arguments that were logged as unknown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, self._context.max_body_bytes)
+        body = await read_body(scope, receive, self._context.max_body_bytes, self._context.body_timeout_s)
         running = self._context.state.require_running()
         job: ChatJob | None = None
         async with DisconnectWatch(receive) as watch:
@@ -158,7 +160,11 @@ class ChatCompletions:
 
     def _open(self, running: Running, job: ChatJob) -> Generations:
         return open_generations(
-            running.steps, job.generation, running.model.tokenizer, clock=self._context.clock
+            running.steps,
+            job.generation,
+            running.model.tokenizer,
+            clock=self._context.clock,
+            deadlines=self._context.deadlines,
         )
 
     async def _answer(self, scope: Scope, running: Running, job: ChatJob) -> dict[str, Any]:

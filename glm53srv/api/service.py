@@ -19,7 +19,7 @@ from glm53srv.api.markers import Piece
 from glm53srv.api.output_events import CallEnd, OutputEvent, merge_events
 from glm53srv.api.stop_strings import StopStrings
 from glm53srv.api.tokenizer import Tokenizer
-from glm53srv.errors import NotReady, RequestFailed
+from glm53srv.errors import NotReady, QueueTimeout, RequestFailed, RequestTimeout
 from glm53srv.request import FinishReason, GenerationRequest, TokenEvent, Usage
 
 RETRY_AFTER_S = 10
@@ -30,6 +30,9 @@ class TokenSource(Protocol):
 
     @property
     def cached_tokens(self) -> int: ...
+
+    @property
+    def is_scheduled(self) -> bool: ...
 
     async def next_events(self) -> tuple[TokenEvent, ...]:
         """Wait for news and give all there is; empty after the end."""
@@ -84,6 +87,14 @@ class GenerationJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds from the submission: until every choice has a slot; until all have ended. None: no limit."""
+
+    queue_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Why a choice ended. matched: the stop string or stop id that ended it, if one did."""
 
@@ -129,6 +140,11 @@ class Generation:
             cached_tokens=self._source.cached_tokens,
             reasoning_tokens=self._num_reasoning,
         )
+
+    @property
+    def is_scheduled(self) -> bool:
+        """It has left the queue."""
+        return self._source.is_scheduled
 
     async def next_step(self) -> StepOutput:
         """Wait until there is something to deliver. Not to be called after the finish.
@@ -213,11 +229,16 @@ class Generation:
 
 @dataclass(slots=True)
 class Generations:
-    """All choices of one job. Whoever opens it closes it in a `finally`."""
+    """All choices of one job. Whoever opens it closes it in a `finally`.
+
+    queue_end_s, total_end_s: deadlines on the event loop's clock, or None.
+    """
 
     choices: list[Generation]
     submitted_s: float
     clock: Callable[[], float]
+    queue_end_s: float | None = None
+    total_end_s: float | None = None
     first_token_s: float | None = None
     _waiting: dict[asyncio.Task[StepOutput], int] = field(default_factory=dict)
 
@@ -235,13 +256,9 @@ class Generations:
     async def next_steps(self) -> list[StepOutput]:
         """Wait for the next outputs, at most one per choice; empty when all choices have finished.
 
-        Raises what Generation.next_step raises.
+        Raises what Generation.next_step raises, QueueTimeout, RequestTimeout.
         """
-        if len(self.choices) == 1:
-            only = self.choices[0]
-            outputs = [] if only.is_finished else [await only.next_step()]
-        else:
-            outputs = await self._next_of_many()
+        outputs = await self._next_in_time()
         if outputs and self.first_token_s is None:
             self.first_token_s = self.clock()
         return outputs
@@ -254,6 +271,28 @@ class Generations:
         self._waiting.clear()
         for choice in self.choices:
             choice.close()
+
+    async def _next_in_time(self) -> list[StepOutput]:
+        if self.queue_end_s is not None and all(choice.is_scheduled for choice in self.choices):
+            self.queue_end_s = None
+        ends_s = [end_s for end_s in (self.queue_end_s, self.total_end_s) if end_s is not None]
+        if not ends_s:  # the common case pays for no timer
+            return await self._next()
+        try:
+            async with asyncio.timeout_at(min(ends_s)):
+                return await self._next()
+        except TimeoutError:
+            if self.total_end_s == min(ends_s):
+                raise RequestTimeout("The request took longer than this server allows") from None
+        if all(choice.is_scheduled for choice in self.choices):  # all in their slots, before any token
+            return await self._next_in_time()
+        raise QueueTimeout("The request waited too long for a free slot", retry_after_s=RETRY_AFTER_S)
+
+    async def _next(self) -> list[StepOutput]:
+        if len(self.choices) == 1:
+            only = self.choices[0]
+            return [] if only.is_finished else [await only.next_step()]
+        return await self._next_of_many()
 
     async def _next_of_many(self) -> list[StepOutput]:
         waited_for = set(self._waiting.values())
@@ -276,6 +315,7 @@ def open_generations(
     tokenizer: Tokenizer,
     *,
     clock: Callable[[], float] = time.monotonic,
+    deadlines: Deadlines = Deadlines(),
 ) -> Generations:
     """Submit all choices of a job, or none. Raises RequestError."""
     opened: list[Generation] = []
@@ -288,7 +328,14 @@ def open_generations(
         for generation in opened:
             generation.close()
         raise
-    return Generations(opened, submitted_s, clock)
+    now_s = asyncio.get_running_loop().time()
+    return Generations(
+        opened,
+        submitted_s,
+        clock,
+        queue_end_s=None if deadlines.queue_s is None else now_s + deadlines.queue_s,
+        total_end_s=None if deadlines.total_s is None else now_s + deadlines.total_s,
+    )
 
 
 def _take_result(task: asyncio.Task[StepOutput]) -> None:

@@ -40,6 +40,11 @@ class TokenStream:
         return len(self._sequence.output_ids)
 
     @property
+    def is_scheduled(self) -> bool:
+        """It has been given a slot, at least once."""
+        return self._sequence.first_scheduled_s is not None
+
+    @property
     def cached_tokens(self) -> int:
         return self._sequence.num_cached_tokens
 

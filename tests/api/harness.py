@@ -99,8 +99,12 @@ def make_server(
     defaults: SamplingParams | None = None,
     on_failure: Callable[[Exception], None] | None = None,
     handles_signals: bool = False,
+    server_config: ServerConfig | None = None,
 ) -> Server:
-    """Build an application; it loads when its lifespan starts."""
+    """Build an application; it loads when its lifespan starts.
+
+    server_config: replaces keep_alive_s and max_body_bytes.
+    """
     tokenizer = small_tokenizer()
     scripts: dict[str, list[int]] = {}
     limits = make_limits(
@@ -134,7 +138,7 @@ def make_server(
         drain_timeout_s=drain_timeout_s,
         on_failure=on_failure,
     )
-    config = ServerConfig(keep_alive_s=keep_alive_s, max_body_bytes=max_body_bytes)
+    config = server_config or ServerConfig(keep_alive_s=keep_alive_s, max_body_bytes=max_body_bytes)
     return Server(create_app(lifecycle, config, handles_signals=handles_signals), lifecycle, engine, scripts)
 
 
