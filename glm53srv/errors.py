@@ -85,10 +85,11 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, *, limit_tokens: int, prompt_tokens: int, completion_tokens: int, param: str) -> None:
+        place = "messages" if param == "messages" else "prompt"
         super().__init__(
             f"This model's maximum context length is {limit_tokens} tokens. However, you requested "
-            f"{prompt_tokens + completion_tokens} tokens ({prompt_tokens} in the messages, "
-            f"{completion_tokens} in the completion). Please reduce the length of the messages.",
+            f"{prompt_tokens + completion_tokens} tokens ({prompt_tokens} in the {place}, "
+            f"{completion_tokens} in the completion). Please reduce the length of the {place}.",
             param=param,
         )
 

@@ -21,6 +21,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"  # a stop id was sampled, or the service closed the stream at a stop string
     LENGTH = "length"  # max_tokens or the context length was reached
     ABORT = "abort"  # the client went away, or the server is draining
+    CANCELLED = "cancelled"  # another request asked for its end
     ERROR = "error"  # the engine failed
 
 
@@ -65,7 +66,8 @@ class SamplingParams:
     presence_penalty and frequency_penalty count output tokens; repetition_penalty counts prompt and output
     tokens. seed None draws a fresh one. logit_bias: pairs (token id, bias added to the logit). num_logprobs:
     None gives no log probabilities, n >= 0 the sampled token's and the n largest. stop_token_ids are added
-    to the checkpoint's own end ids; ignore_eos drops the checkpoint's, never the request's. constraint and
+    to the checkpoint's own end ids; ignore_eos drops the checkpoint's, never the request's.
+    logprob_token_ids: ids whose log probabilities are given too, where num_logprobs is not None. constraint,
     reasoning: see their types.
     """
 
@@ -82,6 +84,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    logprob_token_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
     reasoning: OpenReasoning | None = None
 
@@ -111,42 +114,88 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Asks for the log probabilities of the prompt tokens at positions [start_position, end of the prompt).
+
+    The one at position i is that of prompt token i given tokens 0 to i - 1, from the model's own logits, so
+    position 0 has none. num_top: how many of the largest come with each. token_ids: further ids.
+    """
+
+    start_position: int = 1
+    num_top: int = 0
+    token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.start_position >= 1, "logprob_start_len", "must be 1 or more inside the server")
+        _require(0 <= self.num_top <= MAX_LOGPROBS, "logprobs", f"must be between 0 and {MAX_LOGPROBS}")
+
+    def positions_after(self, chunk_begin: int, chunk_end: int, num_prompt: int) -> range:
+        """Give the wanted positions whose log probabilities a chunk of tokens [begin, end) yields.
+
+        The logits of position i judge token i + 1, so they are those in [begin + 1, end + 1).
+        """
+        return range(max(chunk_begin + 1, self.start_position), min(chunk_end + 1, num_prompt))
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to generate.
 
-    prompt_ids: at least one token id. max_tokens: None means what is left of the context.
+    prompt_ids: at least one token id. max_tokens: None means what is left of the context; 0 computes the
+    prompt only. prompt_logprobs: what to tell of the prompt's tokens, or None. reports_prompt: give an event
+    after each chunk of the prompt, also without log probabilities. id_range: least and largest prompt id,
+    found here, where the request is made, so that submitting a long prompt costs the event loop nothing.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    reports_prompt: bool = False
+    id_range: tuple[int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "messages", "must hold at least one token")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be 1 or more")
+        _require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "must be 0 or more")
+        object.__setattr__(self, "id_range", (min(self.prompt_ids), max(self.prompt_ids)))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities of one sampled position, before temperature and filters, after bias and
-    penalties.
+    """Natural log probabilities at one position: of a sampled token before temperature and filters, after
+    bias and penalties; of a prompt token from the bare logits.
 
-    top: the largest ones, best first, as (token id, log probability); at most SamplingParams.num_logprobs of
-    them.
+    top: the largest ones, best first, as (token id, log probability), at most as many as were asked for.
+    others: those of the ids that were asked for by name, in that order.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    others: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptNews:
+    """What the end of a chunk tells about the prompt, to a request that asked.
+
+    num_computed: prompt tokens computed so far; less than before when a preempted sequence begins again.
+    elapsed_s: since the sequence first ran. logprobs: those of the next prompt tokens, each position once and
+    in order over all events.
+    """
+
+    num_computed: int
+    elapsed_s: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One step's news of one sequence.
 
-    token_id: the sampled token, or None in an event that only ends the sequence. is_stop_token: the token is
-    a stop id and belongs to no text. finish: set in the last event of a sequence, and only there. error:
-    with FinishReason.ERROR, one line.
+    token_id: the sampled token, or None in an event that only ends the sequence or only tells of its prompt.
+    is_stop_token: the token is a stop id and belongs to no text. finish: set in the last event of a sequence,
+    and only there. error: with FinishReason.ERROR, one line.
     """
 
     token_id: int | None
@@ -154,6 +203,21 @@ class TokenEvent:
     is_stop_token: bool = False
     finish: FinishReason | None = None
     error: str | None = None
+    prompt: PromptNews | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTimes:
+    """When things happened to a sequence, in seconds of the step loop's clock; None: not yet.
+
+    num_preemptions: how often it lost its place and was computed again.
+    """
+
+    submitted_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from glm53srv.api import openai
+from glm53srv.api import openai_wire
 from glm53srv.api.asgi import error_headers, send_json
 from glm53srv.errors import AuthenticationFailed
 
@@ -37,7 +37,7 @@ class ApiKeyGate:
             "Incorrect or missing API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
         )
         headers = [*error_headers(error), (b"www-authenticate", b"Bearer")]
-        await send_json(send, error.status, openai.error_body(error), headers)
+        await send_json(send, error.status, openai_wire.error_body(error), headers)
 
     def _is_allowed(self, scope: Scope) -> bool:
         is_allowed = False

@@ -28,15 +28,16 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from glm53srv.api import openai
+from glm53srv.api import openai, openai_wire
 from glm53srv.api.access import ApiKeyGate
 from glm53srv.api.asgi import MethodNotAllowed, PathNotFound
 from glm53srv.api.lifecycle import Lifecycle, Loaded, Loader
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
+from glm53srv.api.openai_completions import prepare_completion
 from glm53srv.api.routes import (
     ApiContext,
-    ChatCompletions,
     Endpoint,
+    GenerationEndpoint,
     Health,
     JsonEdge,
     Liveness,
@@ -127,7 +128,8 @@ def api_routes(context: ApiContext) -> Sequence[BaseRoute]:
         ("GET", "/livez", Liveness()),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{model_id:path}", models),
-        ("POST", "/v1/chat/completions", ChatCompletions(context)),
+        ("POST", "/v1/chat/completions", GenerationEndpoint(context, openai.prepare_chat, "chatcmpl")),
+        ("POST", "/v1/completions", GenerationEndpoint(context, prepare_completion, "cmpl")),
     )
     return [Route(path, JsonEdge(endpoint), methods=[method]) for method, path, endpoint in table]
 
@@ -151,7 +153,7 @@ async def _unexpected_error(request: Request, error: Exception) -> Response:
 
 
 def _json_response(error: RequestError, headers: dict[str, str]) -> Response:
-    body = orjson.dumps(openai.error_body(error))
+    body = orjson.dumps(openai_wire.error_body(error))
     return Response(body, error.status, headers, media_type="application/json")
 
 

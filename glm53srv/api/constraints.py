@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from glm53srv.api.markers import Marker
+from glm53srv.api.tokenizer import Tokenizer
 from glm53srv.api.wire import MAX_JSON_DEPTH, Fields, is_too_deep
 from glm53srv.errors import GrammarError, InvalidRequest
-from glm53srv.request import Constraint
+from glm53srv.request import Constraint, OpenReasoning, SamplingParams
 
 if TYPE_CHECKING:  # numpy: not before the port is open
     from glm53srv.engine.grammar import GrammarCompiler
@@ -61,10 +63,11 @@ def parse_output_format(fields: Fields) -> OutputFormat | None:
     return found[0] if found else None
 
 
-def check_output_format(wanted: OutputFormat | None, grammars: GrammarCompiler | None) -> None:
-    """Compile the constraint, for a text thread. Raises InvalidRequest with the compiler's reason."""
-    if wanted is None:
-        return
+def check_output_format(wanted: OutputFormat, grammars: GrammarCompiler | None) -> None:
+    """Compile the constraint, up to a second for extreme ones: for a text thread.
+
+    Raises InvalidRequest with the compiler's reason.
+    """
     if grammars is None:
         raise InvalidRequest(
             f"{wanted.param} is not supported: this server runs without grammars", param=wanted.param
@@ -73,6 +76,28 @@ def check_output_format(wanted: OutputFormat | None, grammars: GrammarCompiler |
         grammars.check(wanted.constraint)
     except GrammarError as error:
         raise InvalidRequest(f"{wanted.param} cannot be used: {error}", param=wanted.param) from error
+
+
+def constrain(
+    sampling: SamplingParams,
+    wanted: OutputFormat | None,
+    tokenizer: Tokenizer,
+    *,
+    in_reasoning: bool,
+    thinking_budget: int | None = None,
+) -> SamplingParams:
+    """Add a constraint and a thinking budget to sampling parameters.
+
+    in_reasoning: the prompt ends inside reasoning, so the constraint waits for its end.
+    """
+    if wanted is None and thinking_budget is None:
+        return sampling
+    reasoning = None
+    if in_reasoning:
+        ids = {marker: token_id for token_id, marker in tokenizer.markers.items()}
+        reasoning = OpenReasoning(ids[Marker.THINK_END], (ids[Marker.TOOL_CALL],), thinking_budget)
+    constraint = None if wanted is None else wanted.constraint
+    return replace(sampling, constraint=constraint, reasoning=reasoning)
 
 
 def json_options(*, lenient: bool) -> dict[str, Any]:

@@ -29,7 +29,6 @@ IGNORED_FIELDS: Mapping[str, str] = {
     "prediction": "outputs are not predicted",
     "web_search_options": "there is no search",
     "cache_prompt": "prefixes are reused whenever possible",
-    "return_progress": "prefill progress is not reported yet",
 }
 """Known fields that change nothing, with the reason."""
 
@@ -77,7 +76,8 @@ class ChatRequest:
 
     max_tokens: None means what is left of the context. tools: bare function objects; empty also when
     tool_choice is none. output_format: of the answer, where it is not a call. thinking_budget: most tokens of
-    reasoning. ignored: template arguments that nobody reads, for the log.
+    reasoning. returns_progress: tell in the stream how far the prompt is. ignored: arguments for the template
+    that nobody reads, for the log.
     """
 
     model: str | None
@@ -95,6 +95,8 @@ class ChatRequest:
     parallel_calls: bool = True
     is_stream: bool = False
     stream_options: StreamOptions = field(default_factory=StreamOptions)
+    returns_progress: bool = False
+    skip_special_tokens: bool = True
     ignored: tuple[str, ...] = ()
 
 
@@ -115,14 +117,16 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
         output_format=parse_output_format(fields),
         thinking_budget=_parse_thinking_budget(fields, kwargs),
         template=_parse_template(fields, kwargs),
-        sampling=_parse_sampling(fields, defaults),
+        sampling=parse_sampling(fields, defaults, _parse_logprobs(fields)),
         max_tokens=_parse_max_tokens(fields),
-        num_choices=_ranged(fields, "n", 1, MAX_CHOICES) or 1,
-        stop=_parse_stop(fields),
+        num_choices=ranged(fields, "n", 1, MAX_CHOICES) or 1,
+        stop=parse_stop(fields),
         include_stop=fields.boolean("include_stop_str_in_output", False),
         parallel_calls=fields.boolean("parallel_tool_calls", True),
         is_stream=fields.boolean("stream", False),
-        stream_options=_parse_stream_options(fields),
+        stream_options=parse_stream_options(fields),
+        returns_progress=fields.boolean("return_progress", False),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
         ignored=tuple(sorted(name for name, _ in kwargs.items() if name not in KNOWN_TEMPLATE_KWARGS)),
     )
 
@@ -206,8 +210,28 @@ def _parse_thinking_budget(fields: Fields, kwargs: Fields) -> int | None:
     return None
 
 
-def _parse_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
-    """Take the defaults, then what the client gave; SamplingParams checks the ranges."""
+def parse_sampling(
+    fields: Fields,
+    defaults: SamplingParams,
+    num_logprobs: int | None,
+    names: Mapping[str, str] = {},  # read only
+) -> SamplingParams:
+    """Take the defaults, then what the client gave; SamplingParams checks the ranges.
+
+    names: the protocol's names for ours, where they differ. Raises InvalidRequest naming the field.
+    """
+    try:
+        return _read_sampling(fields, defaults, num_logprobs, names)
+    except InvalidRequest as error:
+        if error.param is None or error.param.startswith(fields.path):
+            raise
+        own = fields.path_of(names.get(error.param, error.param))  # a range, told under our name
+        raise InvalidRequest(error.message.replace(error.param, own, 1), param=own) from error
+
+
+def _read_sampling(
+    fields: Fields, defaults: SamplingParams, num_logprobs: int | None, names: Mapping[str, str]
+) -> SamplingParams:
     given: dict[str, Any] = {}
     for name in (
         "temperature",
@@ -221,15 +245,15 @@ def _parse_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
         if number is not None:
             given[name] = number
     for name in ("seed", "min_tokens", "top_k"):
-        whole = fields.integer(name)
+        whole = fields.integer(names.get(name, name))
         if whole is not None:
             given[name] = max(whole, 0) if name == "top_k" and whole == -1 else whole
     return replace(
         defaults,
         **given,
-        logit_bias=_parse_logit_bias(fields),
-        num_logprobs=_parse_logprobs(fields),
-        stop_token_ids=_parse_ids(fields, "stop_token_ids"),
+        logit_bias=parse_logit_bias(fields),
+        num_logprobs=num_logprobs,
+        stop_token_ids=parse_ids(fields, "stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos", False),
     )
 
@@ -245,7 +269,7 @@ def _parse_logprobs(fields: Fields) -> int | None:
     return top or 0
 
 
-def _parse_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+def parse_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     table = fields.object("logit_bias")
     if table is None:
         return ()
@@ -258,7 +282,7 @@ def _parse_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-def _parse_ids(fields: Fields, name: str) -> tuple[int, ...]:
+def parse_ids(fields: Fields, name: str) -> tuple[int, ...]:
     ids: Sequence[object] = fields.list(name)
     if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in ids):
         raise fields.error(name, "must be a list of token ids")
@@ -267,12 +291,12 @@ def _parse_ids(fields: Fields, name: str) -> tuple[int, ...]:
 
 def _parse_max_tokens(fields: Fields) -> int | None:
     """The newer name wins where a client sends both."""
-    newer = _ranged(fields, "max_completion_tokens", 1, None)
-    older = _ranged(fields, "max_tokens", 1, None)
+    newer = ranged(fields, "max_completion_tokens", 1, None)
+    older = ranged(fields, "max_tokens", 1, None)
     return older if newer is None else newer
 
 
-def _parse_stop(fields: Fields) -> tuple[str, ...]:
+def parse_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.raw("stop")
     if value is None:
         return ()
@@ -286,7 +310,7 @@ def _parse_stop(fields: Fields) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _parse_stream_options(fields: Fields) -> StreamOptions:
+def parse_stream_options(fields: Fields) -> StreamOptions:
     options = fields.object("stream_options")
     if options is None:
         return StreamOptions()
@@ -294,7 +318,7 @@ def _parse_stream_options(fields: Fields) -> StreamOptions:
     return StreamOptions(options.boolean("include_usage", False), continuous)
 
 
-def _ranged(fields: Fields, name: str, low: int, high: int | None) -> int | None:
+def ranged(fields: Fields, name: str, low: int, high: int | None) -> int | None:
     value = fields.integer(name)
     if value is not None and (value < low or (high is not None and value > high)):
         limit = f"between {low} and {high}" if high is not None else f"{low} or more"

@@ -20,7 +20,14 @@ from glm53srv.api.output_events import CallEnd, OutputEvent, merge_events
 from glm53srv.api.stop_strings import StopStrings
 from glm53srv.api.tokenizer import Tokenizer
 from glm53srv.errors import NotReady, QueueTimeout, RequestFailed, RequestTimeout
-from glm53srv.request import FinishReason, GenerationRequest, TokenEvent, Usage
+from glm53srv.request import (
+    FinishReason,
+    GenerationRequest,
+    PromptNews,
+    SequenceTimes,
+    TokenEvent,
+    Usage,
+)
 
 RETRY_AFTER_S = 10
 
@@ -32,7 +39,7 @@ class TokenSource(Protocol):
     def cached_tokens(self) -> int: ...
 
     @property
-    def is_scheduled(self) -> bool: ...
+    def times(self) -> SequenceTimes: ...
 
     async def next_events(self) -> tuple[TokenEvent, ...]:
         """Wait for news and give all there is; empty after the end."""
@@ -75,7 +82,8 @@ class GenerationJob:
     """One prompt to answer num_choices times.
 
     new_reader: makes the parser of one choice, in the state in which the prompt ends. stop: stop strings.
-    max_calls: end after so many complete tool calls. Choice i > 0 draws from seed + i.
+    max_calls: end after so many complete tool calls. Choice i > 0 draws from seed + i. skip_special_tokens:
+    leave special tokens out of the text.
     """
 
     request: GenerationRequest
@@ -84,6 +92,7 @@ class GenerationJob:
     include_stop: bool = False
     max_calls: int | None = None
     num_choices: int = 1
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +105,61 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended. matched: the stop string or stop id that ended it, if one did."""
+    """Why a choice ended. matched: the stop string or stop id that ended it, if one did.
 
-    reason: Literal["stop", "length", "tool_calls"]
+    abort: another request asked for its end.
+    """
+
+    reason: Literal["stop", "length", "tool_calls", "abort"]
     matched: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of an ended choice: waiting, computing the prompt, sampling after the first token, and all."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one or several steps gave for one choice.
 
-    tokens: the sampled tokens that belong to the text, for log probabilities and token counts.
+    tokens: the sampled tokens that belong to the text, for log probabilities and token counts. end_token: the
+    stop id, which belongs to no text. prompt: news of the prompt, which come before everything else. usage:
+    the choice's counts so far. timings: set with finish.
     """
 
     choice: int
     events: Sequence[OutputEvent]
     tokens: Sequence[TokenEvent]
     finish: Finish | None = None
+    end_token: TokenEvent | None = None
+    prompt: Sequence[PromptNews] = ()
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    timings: Timings | None = None
 
 
 class Generation:
     """One choice in progress. Whoever opens it closes it in a `finally`."""
 
-    def __init__(self, choice: int, source: TokenSource, job: GenerationJob, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        choice: int,
+        source: TokenSource,
+        job: GenerationJob,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._choice = choice
         self._source = source
         self._job = job
-        self._detokenizer = Detokenizer(tokenizer)
+        self._clock = clock
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=job.skip_special_tokens)
         self._stops = StopStrings(job.stop, include_match=job.include_stop)
         self._reader = job.new_reader()
         self._calls_end_id = tokenizer.control_id("<|observation|>")
@@ -144,7 +181,7 @@ class Generation:
     @property
     def is_scheduled(self) -> bool:
         """It has left the queue."""
-        return self._source.is_scheduled
+        return self._source.times.first_scheduled_s is not None
 
     async def next_step(self) -> StepOutput:
         """Wait until there is something to deliver. Not to be called after the finish.
@@ -153,7 +190,8 @@ class Generation:
         """
         while True:
             output = self._read(await self._source.next_events())
-            if output.events or output.finish is not None or any(t.logprobs for t in output.tokens):
+            has_news = output.events or output.finish is not None or output.prompt
+            if has_news or any(token.logprobs for token in output.tokens):
                 return output
 
     def close(self) -> None:
@@ -165,6 +203,7 @@ class Generation:
             raise NotReady("the request was ended", retry_after_s=RETRY_AFTER_S)
         events: list[OutputEvent] = []
         tokens: list[TokenEvent] = []
+        prompt = [event.prompt for event in news if event.prompt is not None]
         for event in news:
             if event.token_id is not None:
                 self._count()
@@ -175,8 +214,31 @@ class Generation:
             if finish is not None:
                 events += self._flush(event)
                 self.is_finished = True
-                return StepOutput(self._choice, merge_events(events), tokens, self._reason(finish))
-        return StepOutput(self._choice, merge_events(events), tokens)
+                return StepOutput(
+                    self._choice,
+                    merge_events(events),
+                    tokens,
+                    finish=self._reason(finish),
+                    end_token=event if event.is_stop_token else None,
+                    prompt=prompt,
+                    usage=self.usage,
+                    timings=self._timings(),
+                )
+        return StepOutput(self._choice, merge_events(events), tokens, prompt=prompt, usage=self.usage)
+
+    def _timings(self) -> Timings:
+        """Split the time from submission to now."""
+        times, now_s = self._source.times, self._clock()
+        scheduled_s = now_s if times.first_scheduled_s is None else times.first_scheduled_s
+        first_s = now_s if times.first_token_s is None else times.first_token_s
+        last_s = first_s if times.last_token_s is None else times.last_token_s
+        return Timings(
+            queue_s=scheduled_s - times.submitted_s,
+            prefill_s=first_s - scheduled_s,
+            decode_s=last_s - first_s,
+            total_s=now_s - times.submitted_s,
+            num_preemptions=times.num_preemptions,
+        )
 
     def _count(self) -> None:
         self._num_tokens += 1
@@ -206,6 +268,8 @@ class Generation:
                 return Finish("stop", event.token_id if event.is_stop_token else None)
             case FinishReason.LENGTH:
                 return Finish("length")
+            case FinishReason.CANCELLED:
+                return Finish("abort")
             case FinishReason.ABORT:
                 raise NotReady("the server is shutting down", retry_after_s=RETRY_AFTER_S)
             case FinishReason.ERROR:
@@ -220,6 +284,8 @@ class Generation:
 
     def _reason(self, finish: Finish) -> Finish:
         """A call that was cut makes it `length` however it ended; complete calls make a stop `tool_calls`."""
+        if finish.reason == "abort":
+            return finish
         if self._reader.has_open_call:
             return Finish("length")
         if finish.reason == "stop" and self._reader.num_complete_calls:
@@ -229,14 +295,16 @@ class Generation:
 
 @dataclass(slots=True)
 class Generations:
-    """All choices of one job. Whoever opens it closes it in a `finally`.
+    """All choices of all prompts of a request: choice = prompt * choices_per_prompt + choice of the prompt.
 
-    queue_end_s, total_end_s: deadlines on the event loop's clock, or None.
+    Whoever opens it closes it in a `finally`. queue_end_s, total_end_s: deadlines on the event loop's clock,
+    or None.
     """
 
     choices: list[Generation]
     submitted_s: float
     clock: Callable[[], float]
+    choices_per_prompt: int = 1
     queue_end_s: float | None = None
     total_end_s: float | None = None
     first_token_s: float | None = None
@@ -244,12 +312,15 @@ class Generations:
 
     @property
     def usage(self) -> Usage:
-        """The prompt once, outputs summed over the choices."""
+        """Each prompt once, outputs summed over the choices."""
+        if len(self.choices) == 1:
+            return self.choices[0].usage
         parts = [choice.usage for choice in self.choices]
+        prompts = parts[:: self.choices_per_prompt]
         return Usage(
-            prompt_tokens=parts[0].prompt_tokens,
+            prompt_tokens=sum(part.prompt_tokens for part in prompts),
             completion_tokens=sum(part.completion_tokens for part in parts),
-            cached_tokens=parts[0].cached_tokens,
+            cached_tokens=sum(part.cached_tokens for part in prompts),
             reasoning_tokens=sum(part.reasoning_tokens for part in parts),
         )
 
@@ -259,7 +330,7 @@ class Generations:
         Raises what Generation.next_step raises, QueueTimeout, RequestTimeout.
         """
         outputs = await self._next_in_time()
-        if outputs and self.first_token_s is None:
+        if self.first_token_s is None and any(output.usage.completion_tokens for output in outputs):
             self.first_token_s = self.clock()
         return outputs
 
@@ -311,19 +382,23 @@ class Generations:
 
 def open_generations(
     source: StepSource,
-    job: GenerationJob,
+    jobs: Sequence[GenerationJob],
     tokenizer: Tokenizer,
     *,
     clock: Callable[[], float] = time.monotonic,
     deadlines: Deadlines = Deadlines(),
 ) -> Generations:
-    """Submit all choices of a job, or none. Raises RequestError."""
+    """Submit all choices of all prompts, or none. Raises RequestError.
+
+    jobs: one for each prompt, all with the same number of choices. clock: the one of the step loop.
+    """
     opened: list[Generation] = []
     submitted_s = clock()
     try:
-        for choice in range(job.num_choices):
-            stream = source.submit(_request_of_choice(job, choice))
-            opened.append(Generation(choice, stream, job, tokenizer))
+        for job in jobs:
+            for choice in range(job.num_choices):
+                stream = source.submit(_request_of_choice(job, choice))
+                opened.append(Generation(len(opened), stream, job, tokenizer, clock))
     except BaseException:
         for generation in opened:
             generation.close()
@@ -333,6 +408,7 @@ def open_generations(
         opened,
         submitted_s,
         clock,
+        jobs[0].num_choices,
         queue_end_s=None if deadlines.queue_s is None else now_s + deadlines.queue_s,
         total_end_s=None if deadlines.total_s is None else now_s + deadlines.total_s,
     )

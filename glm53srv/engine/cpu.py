@@ -41,10 +41,14 @@ from glm53srv.model.loading import load_decoder
 from glm53srv.model.ops import F32
 from glm53srv.model.state import PAGE_TOKENS, PagedCache, SequenceState, view_of
 from glm53srv.model.vocabulary import count_token_ids
+from glm53srv.request import TokenLogprobs
 
 Progress = Callable[[float, str], None]
 
 _WARM_UP_TOKENS = 16
+
+_JUDGED_ROWS = 32
+"""Rows of prompt logits that exist at once: 20 MB of float32 at GLM's 154,880 ids; a chunk has 317 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +180,17 @@ class CpuEngine:
             self._release(slot_id)
         begin_s = time.perf_counter()
         prefill_done, last_row = False, None
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if plan.prefill is not None:
             self._require(
                 plan.prefill.slot not in {row.slot for row in plan.decode},
                 "a slot prefills and decodes at once",
             )
-            prefill_done, last_row = self._prefill(plan.prefill)
+            last_rows = self._prefill(plan.prefill)
+            prefill_done = last_rows is not None
+            if last_rows is not None:
+                prompt_logprobs = self._judge_prompt(plan.prefill, last_rows)
+                last_row = last_rows[-1:] if plan.prefill.is_last_chunk else None
         middle_s = time.perf_counter()
         streams = self._decode(plan.decode)
         slot_ids = [row.slot for row in plan.decode]
@@ -194,7 +203,7 @@ class CpuEngine:
             prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
             decode_s=end_s - middle_s if plan.decode else 0.0,
         )
-        return StepResult(plan.step_id, tuple(tokens), prefill_done, stats)
+        return StepResult(plan.step_id, tuple(tokens), prefill_done, stats, prompt_logprobs)
 
     def _release(self, slot_id: int) -> None:
         slot = self._slots.pop(slot_id, None)
@@ -202,8 +211,8 @@ class CpuEngine:
         if slot is not None:
             self._free_states.append(slot.state)
 
-    def _prefill(self, piece: PrefillSlice) -> tuple[bool, F32 | None]:
-        """Run the slice. Gives whether the chunk is done, and streams (1, 4, hidden) to sample from."""
+    def _prefill(self, piece: PrefillSlice) -> F32 | None:
+        """Run the slice. Gives the chunk's streams (tokens, 4, hidden) once they left the last layer."""
         slot = self._slot_for(piece)
         end = piece.start_position + len(piece.token_ids)
         self._check_slice(piece, slot, end)
@@ -213,11 +222,23 @@ class CpuEngine:
             streams = self._decoder.prefill_block(layer, streams, sequence, self._cache)
         if piece.layer_end < self._limits.num_layers:
             slot.streams, slot.chunk, slot.next_layer = streams, piece.token_ids, piece.layer_end
-            return False, None
+            return None
         slot.streams, slot.chunk, slot.next_layer = None, (), 0
         slot.num_computed = end
         slot.is_prefilled = piece.is_last_chunk
-        return True, streams[-1:] if piece.is_last_chunk else None
+        return streams
+
+    def _judge_prompt(self, piece: PrefillSlice, streams: F32) -> tuple[TokenLogprobs, ...]:
+        """Run the wanted rows of a chunk that is done through the head, a block at a time."""
+        begin = piece.start_position
+        wanted = self._sampler.prompt_positions(piece.slot, begin, begin + len(piece.token_ids))
+        judged: list[TokenLogprobs] = []
+        for first in range(0, len(wanted), _JUDGED_ROWS):
+            positions = wanted[first : first + _JUDGED_ROWS]
+            row = positions.start - 1 - begin  # the token before judges a position
+            logits = self._decoder.logits(streams[row : row + len(positions)])
+            judged += self._sampler.judge_prompt(piece.slot, positions, logits)
+        return tuple(judged)
 
     def _slot_for(self, piece: PrefillSlice) -> _Slot:
         if piece.start is None:

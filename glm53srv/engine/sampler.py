@@ -99,14 +99,34 @@ class SamplerBank:
             return None
         return TokenRules(params.reasoning, matcher, self._eos_token_ids, start.output_ids)
 
+    def prompt_positions(self, slot: int, chunk_begin: int, chunk_end: int) -> range:
+        """Give the prompt positions to judge once the chunk [begin, end) of a slot is computed."""
+        return self._slots[slot].prompt_positions(chunk_begin, chunk_end)
+
+    def judge_prompt(self, slot: int, positions: range, logits: Logits) -> list[TokenLogprobs]:
+        """Give the log probabilities of the prompt tokens at `positions`, from the bare logits.
+
+        logits: float32 (len(positions), vocab_size), row i those of the token before positions[i]; read
+        only, borrowed for the call. Raises EngineError as sample() does.
+        """
+        assert logits.shape == (len(positions), self._vocab_size), f"logits of shape {logits.shape}"
+        sampler = self._slots[slot]
+        pairs = zip(positions, logits, strict=True)
+        return [sampler.judge_prompt(position, self._checked(row)[0]) for position, row in pairs]
+
     def _sample_row(self, slot: int, row: Logits) -> SampledToken:
+        row, best = self._checked(row)
+        return self._slots[slot].sample(slot, row, best)
+
+    def _checked(self, row: Logits) -> tuple[Logits, int]:
+        """Cut the padding off a row; gives it with its first largest id."""
         row = row[: self._num_valid_ids]
         best = int(row.argmax())  # the first NaN if there is one
         if not math.isfinite(row[best]):
             raise EngineError(
                 f"the model gave non-finite logits ({row[best]} at id {best}); check the weights"
             )
-        return self._slots[slot].sample(slot, row, best)
+        return row, best
 
 
 class _SlotSampler:
@@ -121,6 +141,8 @@ class _SlotSampler:
         self._seed = start.seed
         self._num_output = len(start.output_ids)
         self._num_ids = num_ids
+        self._prompt_ids = start.prompt_ids
+        self._prompt_logprobs = start.prompt_logprobs
         stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
         self._stop_ids = self._valid(stop_ids)
         self._bias = np.zeros(num_ids, dtype=np.float32) if params.logit_bias else None
@@ -151,9 +173,21 @@ class _SlotSampler:
             token_id = _draw(row, params, float(row[best]), uniform(self._seed, self._num_output))
         logprobs = None
         if params.num_logprobs is not None:
-            logprobs = _token_logprobs(row, token_id, params.num_logprobs)
+            logprobs = _token_logprobs(row, token_id, params.num_logprobs, params.logprob_token_ids)
         self._count(token_id)
         return SampledToken(slot, token_id, logprobs)
+
+    def prompt_positions(self, chunk_begin: int, chunk_end: int) -> range:
+        """Give the prompt positions that the chunk [begin, end) lets judge and the request asks for."""
+        if self._prompt_logprobs is None:
+            return range(0)
+        return self._prompt_logprobs.positions_after(chunk_begin, chunk_end, len(self._prompt_ids))
+
+    def judge_prompt(self, position: int, row: Logits) -> TokenLogprobs:
+        """Give the log probabilities of one prompt token from a checked row."""
+        wanted = self._prompt_logprobs
+        assert wanted is not None, "nothing was asked for"
+        return _token_logprobs(row, self._prompt_ids[position], wanted.num_top, wanted.token_ids)
 
     @property
     def _is_banning(self) -> bool:
@@ -274,16 +308,27 @@ def _inverse_cdf(weights: Weights, u: float) -> int:
     return min(int(np.searchsorted(cumulative, u * total, side="right")), last)
 
 
-def _token_logprobs(row: Logits, token_id: int, num_top: int) -> TokenLogprobs:
-    """Take log softmax of processed logits at the drawn id and at the num_top first of the ranking."""
+def _token_logprobs(
+    row: Logits, token_id: int, num_top: int, other_ids: tuple[int, ...] = ()
+) -> TokenLogprobs:
+    """Take log softmax of logits at the token's id, at the num_top first of the ranking and at other ids.
+
+    An id of the head's padding, which a prompt may hold, has the probability 0.
+    """
     shifted = row.astype(np.float64) - float(row.max())
     log_total = math.log(float(np.exp(shifted).sum()))
 
     def logprob(index: int) -> float:
+        if index >= len(shifted):
+            return LOGPROB_FLOOR
         return max(float(shifted[index]) - log_total, LOGPROB_FLOOR)
 
     top = np.arange(0)
     if num_top > 0:
         top = _top_k_ids(row, min(num_top, len(row)))
         top = top[np.argsort(-row[top], kind="stable")]
-    return TokenLogprobs(logprob(token_id), tuple((index, logprob(index)) for index in top.tolist()))
+    return TokenLogprobs(
+        logprob(token_id),
+        tuple((index, logprob(index)) for index in top.tolist()),
+        tuple((index, logprob(index)) for index in other_ids),
+    )

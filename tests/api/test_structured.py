@@ -349,3 +349,13 @@ def test_a_budget_ends_reasoning_and_is_counted() -> None:
 def test_every_spelling_of_a_budget_counts(fields: dict[str, Any]) -> None:
     body = ask(max_tokens=30, temperature=1.0, seed=2, **fields).json()
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
+
+
+def test_a_raw_completion_can_be_bound_too() -> None:
+    async def run() -> Answer:
+        async with serving(make_server(max_context_tokens=4096)) as client:
+            body = {"prompt": "Age: ", "guided_regex": "[0-9]{2}", "temperature": 1.0, "n": 3}
+            return await client.open("POST", "/v1/completions", json.dumps(body).encode()).answer()
+
+    for choice in asyncio.run(run()).json()["choices"]:
+        assert re.fullmatch("[0-9]{2}", choice["text"])
