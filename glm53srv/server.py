@@ -14,7 +14,6 @@ import signal
 import socket
 from typing import TextIO
 
-from hypercorn.asyncio import serve as serve_hypercorn
 from hypercorn.config import Config as HypercornConfig
 
 from glm53srv.api.app import create_app
@@ -23,6 +22,7 @@ from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.config import Config, ServerConfig, describe
 from glm53srv.doctor import open_socket, remove_socket_file
 from glm53srv.errors import Glm53Error
+from glm53srv.http_server import serve_app
 from glm53srv.progress import ProgressLine
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,7 @@ async def serve(config: Config, terminal: TextIO) -> int:
     _end_on_signals(stop)
     announcer = asyncio.create_task(_announce(lifecycle, url))
     try:
-        await serve_hypercorn(
-            app,  # type: ignore[arg-type]  # the same protocol, spelled by Starlette with looser types
-            _hypercorn_config(listener.detach(), config.server),  # hypercorn closes it
-            shutdown_trigger=lambda: _drained(stop, lifecycle),
-        )
+        await serve_app(app, _hypercorn_config(config.server), listener, lambda: _drained(stop, lifecycle))
     finally:
         announcer.cancel()
         await asyncio.wait((announcer,))
@@ -111,13 +107,11 @@ def _log_start(config: Config, url: str) -> None:
     logger.info("listening url=%s; loading %s", url, config.engine.model_dir)
 
 
-def _hypercorn_config(descriptor: int, server: ServerConfig) -> HypercornConfig:
+def _hypercorn_config(server: ServerConfig) -> HypercornConfig:
     hypercorn = HypercornConfig()
     if server.tls_cert is not None and server.tls_key is not None:
         hypercorn.certfile, hypercorn.keyfile = str(server.tls_cert), str(server.tls_key)
-    hypercorn.bind = [f"fd://{descriptor}"]
     hypercorn.graceful_timeout = FLUSH_S
-    hypercorn.shutdown_timeout = 60.0
     hypercorn.keep_alive_timeout = KEEP_ALIVE_S
     hypercorn.keep_alive_max_requests = 1_000_000
     hypercorn.include_server_header = False
