@@ -10,6 +10,7 @@ hypercorn than its serve() does: TCPServer, WorkerContext, ASGIWrapper.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -17,7 +18,7 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Event, Updated
+from hypercorn.events import Closed, Event, Updated
 from starlette.applications import Starlette
 
 BACKLOG = 1024
@@ -42,7 +43,8 @@ async def serve_app(
         assert task is not None, "a connection outside any task"
         connections.add(task)
         task.add_done_callback(connections.discard)
-        await _Connection(wrapped, loop, config, context, {}, reader, writer)
+        with contextlib.suppress(OSError):  # of the last write: the peer is gone, and nobody else concerned
+            await _Connection(wrapped, loop, config, context, {}, reader, writer)
 
     async with app.router.lifespan_context(app):
         tls = config.create_ssl_context() if config.ssl_enabled else None
@@ -66,7 +68,10 @@ async def _end(connections: set[asyncio.Task[None]], graceful_s: float) -> None:
 
 
 class _Connection(TCPServer):
-    """A connection that does not wait for its idle timer once the client has closed it."""
+    """A connection that does not wait for its idle timer once the client has closed it.
+
+    A peer that vanished (ETIMEDOUT, EHOSTUNREACH) is one that left, and no error of the application's.
+    """
 
     async def _read_data(self) -> None:
         await super()._read_data()
@@ -75,4 +80,7 @@ class _Connection(TCPServer):
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, Updated) and event.idle and self.reader.at_eof():
             return  # a response ended after the client had left: nothing to be idle for
-        await super().protocol_send(event)
+        try:
+            await super().protocol_send(event)
+        except OSError:
+            await self.protocol.handle(Closed())

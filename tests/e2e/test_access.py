@@ -169,3 +169,4 @@ def test_the_socket_of_a_reader_that_never_reads_is_really_closed(
             assert eventually(lambda: tcp_state(port, own_port) is None, WAIT_S)
         process.wait_for_text("finish=")
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    assert not [line for line in process.output if " ERROR " in line or "Traceback" in line]
