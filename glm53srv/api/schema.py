@@ -107,16 +107,17 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
     """
     fields = Fields(dict(body))
     _refuse_unsupported(fields)
+    messages = parse_messages(fields)
     tools, tool_choice = _parse_tools(fields)
     kwargs = fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
     return ChatRequest(
         model=fields.string("model"),
-        messages=parse_messages(fields),
+        messages=messages,
         tools=tools,
         tool_choice=tool_choice,
         output_format=parse_output_format(fields),
         thinking_budget=_parse_thinking_budget(fields, kwargs),
-        template=_parse_template(fields, kwargs),
+        template=replace(_parse_template(fields, kwargs), continue_final=_continues(fields, messages)),
         sampling=parse_sampling(fields, defaults, _parse_logprobs(fields)),
         max_tokens=_parse_max_tokens(fields),
         num_choices=ranged(fields, "n", 1, MAX_CHOICES) or 1,
@@ -137,10 +138,9 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise fields.error(name, f"is not supported: {remedy}")
     if any(modality != "text" for modality in fields.list("modalities")):
         raise fields.error("modalities", 'must be ["text"]; the server is text only')
-    if fields.boolean("continue_final_message", False):
-        raise fields.error("continue_final_message", "is not supported")
-    if not fields.boolean("add_generation_prompt", True):
-        raise fields.error("add_generation_prompt", "must be true in a chat completion")
+    continues = fields.boolean("continue_final_message", False)
+    if not fields.boolean("add_generation_prompt", True) and not continues:
+        raise fields.error("add_generation_prompt", "must be true, or continue_final_message must be")
 
 
 def _parse_tools(fields: Fields) -> tuple[tuple[Mapping[str, Any], ...], ToolChoice]:
@@ -193,6 +193,18 @@ def _parse_template(fields: Fields, kwargs: Fields) -> TemplateOptions:
         clear_thinking=clear,
         enable_thinking=thinking,
     )
+
+
+def _continues(fields: Fields, messages: Sequence[ChatMessage]) -> bool:
+    """Read continue_final_message (vLLM): the answer goes on with the last message and does not repeat it."""
+    if not fields.boolean("continue_final_message", False):
+        return False
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise fields.error(
+            "continue_final_message", "needs a last message of the assistant, without tool_calls"
+        )
+    return True
 
 
 def _parse_thinking_budget(fields: Fields, kwargs: Fields) -> int | None:

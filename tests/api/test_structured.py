@@ -359,3 +359,25 @@ def test_a_raw_completion_can_be_bound_too() -> None:
 
     for choice in asyncio.run(run()).json()["choices"]:
         assert re.fullmatch("[0-9]{2}", choice["text"])
+
+
+def test_a_continued_message_is_not_repeated_and_stays_bound() -> None:
+    messages = [{"role": "user", "content": "Pick."}, {"role": "assistant", "content": '{"age": '}]
+    choice = ask(
+        messages=messages,
+        continue_final_message=True,
+        add_generation_prompt=False,
+        guided_regex=r'[0-9]{2}, "tall": true\}',
+        **RANDOM,
+    ).json()["choices"][0]
+    assert json.loads('{"age": ' + choice["message"]["content"])["tall"] is True
+    assert "reasoning_content" not in choice["message"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+)
+def test_only_text_of_the_assistant_can_be_continued(last: dict[str, Any]) -> None:
+    answer = ask(messages=[{"role": "user", "content": "x"}, last], continue_final_message=True)
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "continue_final_message")
