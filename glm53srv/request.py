@@ -11,6 +11,9 @@ from glm53srv.errors import InvalidRequest
 MAX_LOGPROBS = 20
 """Largest top_logprobs (OpenAI API reference, chat completions)."""
 
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: one near zero would make them infinite, which is taken for a broken model."""
+
 
 class FinishReason(enum.Enum):
     """Why a sequence ended, as the scheduler sees it.
@@ -97,7 +100,9 @@ class SamplingParams:
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
         _require(
-            0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "must be above 0 and at most 100"
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= 100.0,
+            "repetition_penalty",
+            f"must be between {MIN_REPETITION_PENALTY} and 100",
         )
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "must be a 64-bit whole number")
         _require(self.min_tokens >= 0, "min_tokens", "must be 0 or more")

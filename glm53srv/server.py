@@ -17,6 +17,7 @@ from typing import TextIO
 from hypercorn.config import Config as HypercornConfig
 
 from glm53srv.api.app import create_app
+from glm53srv.api.info_routes import describe_server
 from glm53srv.api.lifecycle import Lifecycle
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.config import Config, ServerConfig, describe
@@ -47,7 +48,7 @@ async def serve(config: Config, terminal: TextIO) -> int:
         report=ProgressLine(terminal),
         on_failure=lambda _: stop.set(),
     )
-    app = create_app(lifecycle, config.server)
+    app = create_app(lifecycle, config.server, info=describe_server(config))
     listener = open_socket(config.server)
     url = _url_of(listener, config.server)
     _log_start(config, url)

@@ -123,7 +123,7 @@ def _read_response_format(fields: Fields) -> list[OutputFormat]:
     if wanted is None:
         return []
     match wanted.string("type"):
-        case None | "text":
+        case "text":
             return []
         case "json_object":
             return [OutputFormat(schema_constraint({"type": "object"}), "response_format")]
@@ -147,6 +147,8 @@ def _read_structured_outputs(fields: Fields) -> list[OutputFormat]:
     found = _read(wanted, {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar})
     if wanted.boolean("json_object", False):
         found.append(OutputFormat(schema_constraint({"type": "object"}), wanted.path_of("json_object")))
+    if not found:
+        raise fields.error("structured_outputs", "must hold json, json_object, regex, choice or grammar")
     return found
 
 

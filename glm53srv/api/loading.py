@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # llguidance: not before the port is open
 DEFAULT_NAME = "glm-5.3-flash"
 RANDOM_NAME = "random-weights"
 
+MODEL_TYPE = "glm5_next"
+"""model_type in the config.json of every checkpoint that is served."""
+
 TOKENIZER_SHARE = 0.05
 """Share of the progress bar that ends before the engine loads."""
 
@@ -31,7 +34,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
 
     def load(progress: Progress) -> Loaded:
         from glm53srv.engine.factory import load_engine  # numpy and native code: not before the port is open
-        from glm53srv.model.config import load_model_config
+        from glm53srv.model.config import ARCHITECTURE, load_model_config
 
         model_dir = config.engine.model_dir
         progress(0.0, "tokenizer")
@@ -62,6 +65,9 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
             ),
             is_random=model_config.is_random,
             grammars=grammars,
+            path=str(model_dir),
+            model_type=MODEL_TYPE,
+            architectures=(ARCHITECTURE,),
         )
         return Loaded(engine, served)
 

@@ -61,6 +61,10 @@ class ChatJob:
         return (self.generation,)
 
     @property
+    def output_formats(self) -> Sequence[OutputFormat]:
+        return () if self.output_format is None else (self.output_format,)
+
+    @property
     def is_stream(self) -> bool:
         return self.request.is_stream
 
@@ -151,12 +155,16 @@ class ChunkWriter:
         self._tokenizer = model.tokenizer
         self._calls = [CallIds(head.answer_id, choice) for choice in range(job.request.num_choices)]
         self._timings: Timings | None = None
+        self._returns_progress = job.request.returns_progress
 
     def opening(self, usage: Usage) -> bytes:
         """Give the role chunk of every choice; sent before prefill, so that something is."""
         role = {"role": "assistant", "content": ""}
         shown = usage if self._options.continuous_usage else None
-        return b"".join(self._chunk(choice, role, b"null", None, shown) for choice in range(len(self._calls)))
+        chunks = [self._chunk(choice, role, b"null", None, shown) for choice in range(len(self._calls))]
+        if self._returns_progress:  # the first report is where the cache ends
+            chunks.append(self._progress(usage, PromptNews(usage.cached_tokens, 0.0)))
+        return b"".join(chunks)
 
     def step(self, output: StepOutput, usage: Usage) -> bytes:
         """Give the chunks of one step of one choice, the finish chunk too if it ended."""

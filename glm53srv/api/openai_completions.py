@@ -16,9 +16,8 @@ from typing import Any
 
 import orjson
 
+from glm53srv.api.completion_transcript import Delta, Transcript
 from glm53srv.api.constraints import OutputFormat, constrain, parse_output_format
-from glm53srv.api.detokenizer import Detokenizer
-from glm53srv.api.markers import Piece, piece_text
 from glm53srv.api.openai_wire import (
     DONE,
     LEAD,
@@ -30,7 +29,6 @@ from glm53srv.api.openai_wire import (
     timings_body,
     usage_body,
 )
-from glm53srv.api.output_events import ContentDelta
 from glm53srv.api.plain_reader import PlainReader, ends_in_reasoning
 from glm53srv.api.protocol import AnswerHead
 from glm53srv.api.raw_prompts import Prompt, encode_prompts, parse_prompts
@@ -48,7 +46,7 @@ from glm53srv.api.sse import KEEP_ALIVE
 from glm53srv.api.tokenizer import Tokenizer
 from glm53srv.api.wire import Fields, parse_body
 from glm53srv.errors import RequestError
-from glm53srv.request import GenerationRequest, PromptLogprobs, SamplingParams, TokenLogprobs, Usage
+from glm53srv.request import GenerationRequest, PromptLogprobs, SamplingParams, Usage
 
 MAX_COMPLETION_LOGPROBS = 5
 """OpenAI API reference, completions: logprobs."""
@@ -135,8 +133,9 @@ class CompletionJob:
         return self.request.is_stream
 
     @property
-    def output_format(self) -> OutputFormat | None:
-        return self.request.output_format
+    def output_formats(self) -> Sequence[OutputFormat]:
+        wanted = self.request.output_format
+        return () if wanted is None else (wanted,)
 
     @property
     def ignored(self) -> Sequence[str]:
@@ -151,7 +150,7 @@ class CompletionJob:
     def transcripts(self, tokenizer: Tokenizer) -> list[Transcript]:
         """Make the transcript of every choice, in order."""
         return [
-            Transcript(job, echo, tokenizer, self.request)
+            Transcript(job, echo, tokenizer, echoes_tokens=self.request.echo and self.request.has_logprobs)
             for job, echo in zip(self.jobs, self.echoes, strict=True)
             for _ in range(self.request.num_choices)
         ]
@@ -200,106 +199,6 @@ def prepare_completion(body: bytes | bytearray, model: ServedModel, request_id: 
 
 def _text_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode_bytes(prompt_ids).decode(errors="replace")
-
-
-@dataclass(slots=True)
-class Delta:
-    """More of one choice: text, and the four parallel lists of its log probabilities."""
-
-    text: str = ""
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
-
-    def extend(self, other: Delta) -> None:
-        """Append what came after."""
-        self.text += other.text
-        self.tokens += other.tokens
-        self.token_logprobs += other.token_logprobs
-        self.top_logprobs += other.top_logprobs
-        self.text_offset += other.text_offset
-
-    def logprobs_body(self) -> dict[str, Any]:
-        """Spell the lists."""
-        return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
-        }
-
-
-class Transcript:
-    """Turns one choice's outputs into deltas; streams and whole answers are both made of them."""
-
-    def __init__(
-        self, job: GenerationJob, echo: str, tokenizer: Tokenizer, request: CompletionRequest
-    ) -> None:
-        self._prompt_ids = job.request.prompt_ids
-        self._tokenizer = tokenizer
-        self._echo = echo
-        self._has_logprobs = request.has_logprobs
-        self._next_position = 0 if request.echo and request.has_logprobs else len(self._prompt_ids)
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)  # of the prompt
-        self._output = Detokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
-        self._offset = 0  # characters before the next token
-
-    def opening(self) -> Delta:
-        """Give what stands before the first output: the prompt without, or its first token with logprobs."""
-        delta = Delta(self._echo)
-        if self._next_position == 0:
-            self._echo_token(delta, None)
-        return delta
-
-    def step(self, output: StepOutput) -> Delta:
-        """Give what one step adds."""
-        delta = Delta()
-        for news in output.prompt:
-            for logprobs in news.logprobs:
-                self._echo_token(delta, logprobs)
-        delta.text += "".join(event.text for event in output.events if isinstance(event, ContentDelta))
-        if self._has_logprobs:
-            tokens = [*output.tokens] if output.end_token is None else [*output.tokens, output.end_token]
-            for token in tokens:
-                if token.token_id is not None:
-                    self._add(delta, token.token_id, token.logprobs)
-                    if not token.is_stop_token:
-                        self._offset += _num_chars(self._output.push(token.token_id))
-        return delta
-
-    def _echo_token(self, delta: Delta, logprobs: TokenLogprobs | None) -> None:
-        """Add the next prompt token, and after the last one what it leaves incomplete."""
-        token_id = self._prompt_ids[self._next_position]
-        self._next_position += 1
-        self._add(delta, token_id, logprobs)
-        pieces = self._detokenizer.push(token_id)
-        if self._next_position == len(self._prompt_ids):
-            pieces += self._detokenizer.flush()
-        delta.text += "".join(map(piece_text, pieces))
-        self._offset += _num_chars(pieces)
-
-    def _add(self, delta: Delta, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        spelled = self._spell(token_id)
-        delta.tokens.append(spelled)
-        delta.text_offset.append(self._offset)
-        if logprobs is None:
-            delta.token_logprobs.append(None)
-            delta.top_logprobs.append(None)
-            return
-        top: dict[str, float] = {}
-        for other_id, logprob in logprobs.top:  # best first: of two that are spelled alike the better stays
-            top.setdefault(self._spell(other_id), logprob)
-        top.setdefault(spelled, logprobs.logprob)
-        delta.token_logprobs.append(logprobs.logprob)
-        delta.top_logprobs.append(top)
-
-    def _spell(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
-
-
-def _num_chars(pieces: Sequence[Piece]) -> int:
-    return sum(len(piece_text(piece)) for piece in pieces)
 
 
 class CompletionWriter:

@@ -62,8 +62,8 @@ class PreparedRequest(Protocol):
     def is_stream(self) -> bool: ...
 
     @property
-    def output_format(self) -> OutputFormat | None:
-        """The constraint of its jobs, still to be compiled, and the field that asked for it."""
+    def output_formats(self) -> Sequence[OutputFormat]:
+        """The constraints of its jobs, still to be compiled, with the fields that asked for them."""
 
     @property
     def ignored(self) -> Sequence[str]:

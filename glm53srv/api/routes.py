@@ -43,6 +43,9 @@ At this size that takes 0.3 ms, at twice the size 0.6 ms (GLM's tokenizer, prose
 
 MAX_TOLD_NAMES = 64
 
+PROBES = ("/health", "/livez", "/ready", "/metrics")
+"""Paths that machines ask every few seconds: no line at INFO unless the answer is a failure."""
+
 LOG_FIELDS = "glm53srv.log_fields"
 """Scope key of a dict that a handler fills for the line its request gets in the log."""
 
@@ -159,9 +162,9 @@ class GenerationEndpoint:
 
     async def _prepare(self, body: bytearray, model: ServedModel, request_id: str) -> PreparedRequest:
         job = await self._context.call(len(body), self._prepare_body, body, model, request_id)
-        if job.output_format is not None:  # compiling may take up to a second
+        for wanted in job.output_formats:  # compiling may take up to a second
             loop, threads = asyncio.get_running_loop(), self._context.text_threads
-            await loop.run_in_executor(threads, check_output_format, job.output_format, model.grammars)
+            await loop.run_in_executor(threads, check_output_format, wanted, model.grammars)
         self._tell_ignored(job.ignored)
         return job
 
@@ -273,7 +276,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            is_probe = scope["path"].startswith(("/health", "/livez")) and status == 200
+            is_probe = scope["path"].startswith(PROBES) and status in (200, 503)
             logger.log(
                 logging.DEBUG if is_probe else logging.INFO,
                 "request id=%s method=%s path=%r status=%s duration_s=%.3f%s",

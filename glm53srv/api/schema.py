@@ -109,7 +109,7 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
     _refuse_unsupported(fields)
     messages = parse_messages(fields)
     tools, tool_choice = _parse_tools(fields)
-    kwargs = fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
+    kwargs = _template_kwargs(fields)
     return ChatRequest(
         model=fields.string("model"),
         messages=messages,
@@ -117,7 +117,7 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
         tool_choice=tool_choice,
         output_format=parse_output_format(fields),
         thinking_budget=_parse_thinking_budget(fields, kwargs),
-        template=replace(_parse_template(fields, kwargs), continue_final=_continues(fields, messages)),
+        template=_parse_template(fields, kwargs, messages),
         sampling=parse_sampling(fields, defaults, _parse_logprobs(fields)),
         max_tokens=_parse_max_tokens(fields),
         num_choices=ranged(fields, "n", 1, MAX_CHOICES) or 1,
@@ -132,15 +132,26 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
     )
 
 
+ChatPrompt = tuple[tuple[ChatMessage, ...], tuple[Mapping[str, Any], ...], TemplateOptions]
+
+
+def parse_chat_prompt(fields: Fields) -> ChatPrompt:
+    """Read what a prompt is rendered from: messages, tools, template options. Raises InvalidRequest."""
+    messages = parse_messages(fields)
+    tools, _ = _parse_tools(fields)
+    return messages, tools, _parse_template(fields, _template_kwargs(fields), messages)
+
+
+def _template_kwargs(fields: Fields) -> Fields:
+    return fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     for name, remedy in REFUSED_FIELDS.items():
         if fields.raw(name) not in (None, False):
             raise fields.error(name, f"is not supported: {remedy}")
     if any(modality != "text" for modality in fields.list("modalities")):
         raise fields.error("modalities", 'must be ["text"]; the server is text only')
-    continues = fields.boolean("continue_final_message", False)
-    if not fields.boolean("add_generation_prompt", True) and not continues:
-        raise fields.error("add_generation_prompt", "must be true, or continue_final_message must be")
 
 
 def _parse_tools(fields: Fields) -> tuple[tuple[Mapping[str, Any], ...], ToolChoice]:
@@ -171,7 +182,7 @@ def _parse_named_choice(wire: Fields, tools: Sequence[Mapping[str, Any]]) -> Too
     return ToolChoice(name=name)
 
 
-def _parse_template(fields: Fields, kwargs: Fields) -> TemplateOptions:
+def _parse_template(fields: Fields, kwargs: Fields, messages: Sequence[ChatMessage]) -> TemplateOptions:
     """chat_template_kwargs win over the same names at the top; `thinking` is Z.ai's object or a boolean."""
     thinking = True
     if isinstance(fields.raw("thinking"), dict):
@@ -192,12 +203,15 @@ def _parse_template(fields: Fields, kwargs: Fields) -> TemplateOptions:
         reasoning_effort=None if effort is None else EFFORTS[effort],
         clear_thinking=clear,
         enable_thinking=thinking,
+        continue_final=_continues(fields, messages),
     )
 
 
 def _continues(fields: Fields, messages: Sequence[ChatMessage]) -> bool:
     """Read continue_final_message (vLLM): the answer goes on with the last message and does not repeat it."""
     if not fields.boolean("continue_final_message", False):
+        if not fields.boolean("add_generation_prompt", True):
+            raise fields.error("add_generation_prompt", "must be true, or continue_final_message must be")
         return False
     last = messages[-1]
     if last.role != "assistant" or last.tool_calls:
@@ -227,13 +241,15 @@ def parse_sampling(
     defaults: SamplingParams,
     num_logprobs: int | None,
     names: Mapping[str, str] = {},  # read only
+    logprob_token_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
     """Take the defaults, then what the client gave; SamplingParams checks the ranges.
 
     names: the protocol's names for ours, where they differ. Raises InvalidRequest naming the field.
     """
     try:
-        return _read_sampling(fields, defaults, num_logprobs, names)
+        sampling = replace(_read_sampling(fields, defaults, names), num_logprobs=num_logprobs)
+        return replace(sampling, logprob_token_ids=logprob_token_ids)
     except InvalidRequest as error:
         if error.param is None or error.param.startswith(fields.path):
             raise
@@ -241,9 +257,7 @@ def parse_sampling(
         raise InvalidRequest(error.message.replace(error.param, own, 1), param=own) from error
 
 
-def _read_sampling(
-    fields: Fields, defaults: SamplingParams, num_logprobs: int | None, names: Mapping[str, str]
-) -> SamplingParams:
+def _read_sampling(fields: Fields, defaults: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
     given: dict[str, Any] = {}
     for name in (
         "temperature",
@@ -264,7 +278,6 @@ def _read_sampling(
         defaults,
         **given,
         logit_bias=parse_logit_bias(fields),
-        num_logprobs=num_logprobs,
         stop_token_ids=parse_ids(fields, "stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos", False),
     )
@@ -317,7 +330,7 @@ def parse_stop(fields: Fields) -> tuple[str, ...]:
         raise fields.error("stop", f"must be a string or a list of at most {MAX_STOPS} strings")
     for at, stop in enumerate(stops):
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
-            path = "stop" if isinstance(value, str) else f"stop[{at}]"
+            path = fields.path_of("stop" if isinstance(value, str) else f"stop[{at}]")
             raise invalid(path, f"must be a string of 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
@@ -334,5 +347,5 @@ def ranged(fields: Fields, name: str, low: int, high: int | None) -> int | None:
     value = fields.integer(name)
     if value is not None and (value < low or (high is not None and value > high)):
         limit = f"between {low} and {high}" if high is not None else f"{low} or more"
-        raise InvalidRequest(f"{name} must be {limit}", param=name)
+        raise fields.error(name, f"must be {limit}")
     return value

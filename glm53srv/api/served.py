@@ -20,8 +20,9 @@ class ServedModel:
 
     name: the id that requests give and answers carry. created: Unix seconds. context_tokens: the longest
     sequence that can really be served, not the trained one. defaults: sampling for requests that say
-    nothing, from the checkpoint's generation_config.json. is_random: the weights are noise. grammars:
-    compiles constraints, the same that the engine has; None: there can be none.
+    nothing, from the checkpoint's generation_config.json. is_random: the weights are noise. path: the
+    checkpoint's directory. model_type, architectures: from its config.json. grammars: compiles constraints,
+    the same that the engine has; None: there can be none.
     """
 
     name: str
@@ -30,4 +31,7 @@ class ServedModel:
     context_tokens: int
     defaults: SamplingParams = field(default_factory=SamplingParams)
     is_random: bool = False
+    path: str = ""
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
     grammars: GrammarCompiler | None = None

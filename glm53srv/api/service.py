@@ -166,6 +166,7 @@ class Generation:
         self._num_tokens = 0
         self._num_reasoning = 0
         self._num_calls = 0
+        self._untold: list[TokenEvent] = []  # tokens whose text is still held; they go with the next output
         self.is_finished = False
 
     @property
@@ -193,6 +194,7 @@ class Generation:
             has_news = output.events or output.finish is not None or output.prompt
             if has_news or any(token.logprobs for token in output.tokens):
                 return output
+            self._untold += output.tokens
 
     def close(self) -> None:
         """Abort, if it still runs. Idempotent."""
@@ -202,7 +204,7 @@ class Generation:
         if not news:
             raise NotReady("the request was ended", retry_after_s=RETRY_AFTER_S)
         events: list[OutputEvent] = []
-        tokens: list[TokenEvent] = []
+        tokens, self._untold = self._untold, []
         prompt = [event.prompt for event in news if event.prompt is not None]
         for event in news:
             if event.token_id is not None:

@@ -38,6 +38,9 @@ from glm53srv.request import SamplingParams, TokenLogprobs
 LOGPROB_FLOOR = -9999.0
 """Reported in place of minus infinity, which JSON cannot hold; OpenAI's API does the same."""
 
+NUM_GROUPS = 1024
+"""Groups of logits whose maxima bound a small top_k."""
+
 IdArray = NDArray[np.int64]
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -272,7 +275,22 @@ def _weights(logits: Logits, largest: float, temperature: float) -> Weights:
 
 def _top_k_ids(row: Logits, top_k: int) -> IdArray:
     """Give exactly top_k ids, ascending: the first of the ranking. Partitions, never sorts."""
-    return _first_of_ranking(row, np.partition(row, len(row) - top_k)[len(row) - top_k], top_k)
+    return _first_of_ranking(row, _largest(row, top_k), top_k)
+
+
+def _largest(row: Logits, rank: int) -> np.float32:
+    """Give the rank-th largest logit, counted from 1.
+
+    The rank-th largest of the groups' maxima is a bound below which it cannot lie, and few logits reach it:
+    of 154,880 normal logits the 1st, 20th and 256th take 0.11 to 0.12 ms so and 0.8 to 0.9 ms by partition
+    (2.4 GHz Zen 3, busy, least of 7).
+    """
+    size = len(row) // NUM_GROUPS
+    if rank * 4 <= NUM_GROUPS and size > 1:
+        maxima = row[: size * NUM_GROUPS].reshape(size, NUM_GROUPS).max(axis=0)
+        row = row[row >= np.partition(maxima, NUM_GROUPS - rank)[NUM_GROUPS - rank]]
+    value: np.float32 = np.partition(row, len(row) - rank)[len(row) - rank]
+    return value
 
 
 def _top_p_ids(row: Logits, largest: float, temperature: float, top_p: float) -> IdArray:

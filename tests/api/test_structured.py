@@ -381,3 +381,26 @@ def test_a_continued_message_is_not_repeated_and_stays_bound() -> None:
 def test_only_text_of_the_assistant_can_be_continued(last: dict[str, Any]) -> None:
     answer = ask(messages=[{"role": "user", "content": "x"}, last], continue_final_message=True)
     assert (answer.status, answer.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"json_schema": json.dumps(PERSON)}, r"\{.*\}"),
+        ({"regex": "[0-9]{2}"}, "[0-9]{2}"),
+        ({"ebnf": 'root ::= "x" [0-9]'}, "x[0-9]"),
+    ],
+)
+def test_sglangs_fields_bind_generate(fields: dict[str, Any], pattern: str) -> None:
+    async def run() -> list[Any]:
+        async with serving(make_server(max_context_tokens=4096)) as client:
+            body = {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 700, **fields}}
+            answer = await client.open("POST", "/generate", json.dumps(body).encode()).answer()
+            assert answer.status == 200, answer.body
+            wrong = {"text": "a", "sampling_params": {"regex": "(a"}}
+            refused = await client.open("POST", "/generate", json.dumps(wrong).encode()).answer()
+            assert refused.status == 400
+            return list(answer.json())
+
+    for output in asyncio.run(run()):
+        assert re.fullmatch(pattern, output["text"], re.DOTALL), output
