@@ -369,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--health-ms", type=float, default=100.0)
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    options.key = os.environ.get("GLM53_API_KEY")
+    options.key = os.environ.get("GLM53_API_KEY", "").partition(",")[0] or None
     if options.probe:
         probe(options.url)
         return 0

@@ -133,7 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         arrivals = list(
-            read_stream(options.url, json.dumps(fields).encode(), os.environ.get("GLM53_API_KEY"))
+            read_stream(
+                options.url,
+                json.dumps(fields).encode(),
+                os.environ.get("GLM53_API_KEY", "").partition(",")[0],
+            )
         )
         verdict = judge(arrivals)
     except NothingToJudge as error:
