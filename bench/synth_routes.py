@@ -109,7 +109,9 @@ def pick_probabilities(
     rank = np.arange(num_experts) + 0.5
     knots = np.concatenate([[0.5], middle, [num_experts]])
     level = np.log(np.concatenate([[max(hottest, mass[0] / width[0])], mass / width, [mass[-1] / width[-1]]]))
-    level[-1] = 2 * level[-2] - np.interp(float(edges[-2]), knots, level)  # the tail falls on at its own slope
+    level[-1] = 2 * level[-2] - np.interp(
+        float(edges[-2]), knots, level
+    )  # the tail falls on at its own slope
     curve = np.exp(np.interp(rank, knots, level))
     for _ in range(20):
         for begin, end, total in zip(edges[:-1], edges[1:], mass, strict=True):
@@ -181,7 +183,9 @@ def load_routes(path: Path) -> Routes:
 
 def pick_counts(routes: Routes, num_experts: int = NUM_EXPERTS) -> NDArray[np.int64]:
     """Picks of every expert: int64 (layers, experts)."""
-    return np.stack([np.bincount(layer.ravel(), minlength=num_experts) for layer in routes.transpose(1, 0, 2)])
+    return np.stack(
+        [np.bincount(layer.ravel(), minlength=num_experts) for layer in routes.transpose(1, 0, 2)]
+    )
 
 
 def gini(counts: NDArray[np.int64]) -> float:
@@ -233,8 +237,12 @@ def distinct_picks(streams: list[Routes]) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Generate, save if asked, and print target beside result."""
-    parser = argparse.ArgumentParser(description="Synthetic expert routes and their fit to published statistics.")
-    parser.add_argument("--tokens", type=int, default=9250, help="tokens per trace (default 9250, as published)")
+    parser = argparse.ArgumentParser(
+        description="Synthetic expert routes and their fit to published statistics."
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=9250, help="tokens per trace (default 9250, as published)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which conversations")
     parser.add_argument("--model-seed", type=int, default=0, help="which experts are popular")
     parser.add_argument("--draws", type=int, default=1, help="average the fit over this many seeds")
@@ -260,7 +268,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"recall of {size}: {np.mean([r[size] for r in recalls]):.3f}/{low:.3f}-{high:.3f}")
     streams = [trace[:600] for trace in traces[:1]]
     streams += [generate(600, seed=args.seed + 1000 + i, model=model) for i in range(3)]
-    print("distinct picks per step, 1/2/4 streams:", *(f"{distinct_picks(streams[:n]):.0f}" for n in (1, 2, 4)))
+    print(
+        "distinct picks per step, 1/2/4 streams:", *(f"{distinct_picks(streams[:n]):.0f}" for n in (1, 2, 4))
+    )
     return 0
 
 
