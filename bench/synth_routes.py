@@ -9,16 +9,16 @@ picked with probability Phi(b - threshold): an offset is the normal quantile of 
 curve has to be fitted. The noise is what makes neighbouring tokens agree:
 
     conversation   drawn once per conversation: its own working set
-    theme, echo    first-order autoregressive, restarted with the conversation: minutes, and the last few tokens
+    theme, echo    first-order autoregressive, restarted with the conversation: minutes, the last few tokens
     white          the rest of the unit variance
 
 The published skew was counted over four conversations, so part of it is their conversation noise; the offsets
 are narrowed by that share (see `_offsets`).
 
-Sources. SHARES, HOTTEST: routing statistics of 0xSero/glm53-flash-offload, 9,250 decode tokens, model layers 3,
-7, 22, 36 and 43; layers between are interpolated, so assumed. The variance shares and time constants below are
-our own fit to the published recall of the next top 8 from recent tokens (RECALL) and to published cache
-replays; `main` prints all of them, docs/offload.md has the table.
+Sources. SHARES, HOTTEST: routing statistics of 0xSero/glm53-flash-offload, 9,250 decode tokens, model
+layers 3, 7, 22, 36 and 43; layers between are interpolated, so assumed. The variance shares and time
+constants below are our own fit to the published recall of the next top 8 from recent tokens (RECALL) and to
+published cache replays; `main` prints all of them, docs/offload.md has the table.
 
 Not modelled: ties between layers, prefill, and anything two streams share beyond popularity.
 """
@@ -174,7 +174,9 @@ def generate(
 
 
 def load_routes(path: Path) -> Routes:
-    """Read a recorded trace: an integer array (tokens, layers, top_k). Raises ValueError with the file's name."""
+    """Read a recorded trace: an integer array (tokens, layers, top_k). Raises ValueError with the file's
+    name.
+    """
     array = np.load(path, allow_pickle=False)
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer) or array.min(initial=0) < 0:
         raise ValueError(f"{path}: need a non-negative integer array (tokens, layers, top_k)")

@@ -7,9 +7,9 @@ over the link, the CPU computes the other misses.
     gpu_ms(h, m)    = h * vram_expert_ms + m * zero_copy_ms
     layer           = max(cpu_ms(n), gpu_ms(h, misses - n))
 
-Costs change slowly and by measurement; the decision is needed in every layer of every step, on the device. So
-the host solves the small problem for every (hits, misses) and hands over an integer table: the kernel needs no
-floating point, and equals the pure rule bit for bit whatever the costs are.
+Costs change slowly and by measurement; the decision is needed in every layer of every step, on the device.
+So the host solves the small problem for every (hits, misses) and hands over an integer table: the kernel
+needs no floating point, and equals the pure rule bit for bit whatever the costs are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 Mode = Literal["fast", "exact"]
 
 CPU_FIXED_MS = 0.11
-"""Hand-over, wake-up and reduction of one CPU job (0xSero/glm53-flash-offload, EPYC 7443P, its cost model)."""
+"""Hand-over, wake-up and reduction of one CPU job (0xSero/glm53-flash-offload, EPYC 7443P, its cost model).
+"""
 CPU_EXPERT_MS_22_THREADS = 0.104
 """One expert on 22 threads of the same machine; scaled by the thread count until measured here."""
 ZERO_COPY_MS = 0.40

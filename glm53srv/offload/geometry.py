@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class ExpertGeometry:
     """Routed experts of a model. `key` = layer * num_experts + expert numbers them all.
 
-    num_layers: sparse layers, counted from 0 whatever their place in the model. expert_bytes: one expert's home
-    copy, gate|up|down trellis, also the size of a slot.
+    num_layers: sparse layers, counted from 0 whatever their place in the model. expert_bytes: one expert's
+    home copy, gate|up|down trellis, also the size of a slot.
     """
 
     num_layers: int = 42

@@ -1,7 +1,7 @@
 """Heat kept across restarts: which experts were hot, so that the cache starts warm.
 
-One .npz: version int64 (), fingerprint str () of the checkpoint, heat float32 (layers, experts). A file that does
-not fit is not an error: the server starts cold and says why.
+One .npz: version int64 (), fingerprint str () of the checkpoint, heat float32 (layers, experts). A file
+that does not fit is not an error: the server starts cold and says why.
 """
 
 from __future__ import annotations

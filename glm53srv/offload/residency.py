@@ -4,7 +4,7 @@ A slot's life. Every transition happens inside `advance`, `shrink` or `grow`, on
 
     state      holds                                   leaves to
     FREE       nothing                                 COPYING (admission), LENT (shrink)
-    COPYING    a key whose bytes are on their way      RESIDENT (landed), LENT or FREE (landed, but called back)
+    COPYING    a key whose bytes are on their way      RESIDENT (landed); LENT, FREE (landed, called back)
     RESIDENT   a key that steps may read               DRAINING (victim, or shrink)
     DRAINING   nothing; the step that was running      COPYING (its next key), FREE, LENT: at the next advance
                at unmap time may still read it
@@ -16,10 +16,11 @@ So a slot is unmapped one step before it is overwritten, and mapped only after i
     advance i + 1  issue its copy        step i is over, because its routing log has been read
     advance j      map, if landed        takes effect before step j + 1
 
-What the choices rest on (replays of synthetic routes, bench/replay_routing.py; docs/offload.md has the numbers):
-copying every miss makes the link the bottleneck and gains little; a second touch within a few steps picks the
-same experts for a fraction of the traffic; among the slots that CLOCK would evict next, taking the coldest keeps
-an expert that is merely resting. Prefill routes are never observed: they would rule the heat of decode.
+What the choices rest on (replays of synthetic routes, bench/replay_routing.py; docs/offload.md has the
+numbers): copying every miss makes the link the bottleneck and gains little; a second touch within a few
+steps picks the same experts for a fraction of the traffic; among the slots that CLOCK would evict next,
+taking the coldest keeps an expert that is merely resting. Prefill routes are never observed: they would
+rule the heat of decode.
 """
 
 from __future__ import annotations
@@ -270,7 +271,9 @@ class ResidencyPolicy:
         return slots[wanted]
 
     def _fill_free(self, room: int) -> Ints:
-        """Admit the hottest of this step's misses and the remembered keys into free slots; return the slots."""
+        """Admit the hottest of this step's misses and the remembered keys into free slots; return the
+        slots.
+        """
         free = np.flatnonzero(self._state[: self.capacity] == SlotState.FREE).astype(np.int32)[:room]
         if not len(free):
             return free
