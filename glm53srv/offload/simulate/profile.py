@@ -1,4 +1,4 @@
-"""Machines for the virtual clock. Every constant names its source; `measured`, `derived` or `assumed` begins it.
+"""Machines for the virtual clock. Every constant names its source: measured, derived or assumed.
 
 GFO is the published project 0xSero/glm53-flash-offload and its run records: RTX 3090 24 GB, EPYC 7443P with
 22 CPU-lane threads, 8-channel DDR4, PCIe 4.0 x16.
@@ -18,7 +18,10 @@ class HardwareProfile:
 
     fixed_ms: what a step costs outside the routed experts, by number of streams. zero_copy_gb_s: the GPU
     reading in place, alone on the link. copy_gb_s: the copy engine, alone. link_gb_s: both together.
-    dram_gb_s: what RAM gives to CPU and link together. sources: one line per field.
+    dram_gb_s: what RAM gives to CPU and link together. is_gpu_overlapped: the GPU computes experts from VRAM
+    while others come over the link, instead of after them. is_copy_yielding: the copy engine pauses while
+    the GPU reads in place (copies cut into matrices and released between layers). sources: one line per
+    number.
     """
 
     name: str
@@ -31,14 +34,16 @@ class HardwareProfile:
     link_gb_s: float
     dram_gb_s: float
     num_slots: int
+    is_gpu_overlapped: bool = False
+    is_copy_yielding: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check that every constant is positive and says where it comes from. Raises ValueError."""
         for entry in fields(self):
-            if entry.name in ("name", "sources"):
-                continue
             value = getattr(self, entry.name)
+            if isinstance(value, str | bool) or entry.name == "sources":
+                continue
             numbers = value.values() if isinstance(value, Mapping) else (value,)
             if not all(number > 0 for number in numbers):
                 raise ValueError(f"profile {self.name}: {entry.name} must be positive")
@@ -72,7 +77,7 @@ RTX3090_TWO_COPIES = HardwareProfile(
     dram_gb_s=138.0,
     num_slots=1376,
     sources={
-        "fixed_ms": "1 stream measured (GFO G067: 10.2 + 2.6); 2 and 4 derived from its speeds by a closed form",
+        "fixed_ms": "1 stream measured (GFO G067: 10.2 + 2.6); 2 and 4 derived from its speeds, closed form",
         "vram_expert_ms": "derived: 4.2 ms per token at 36 % hits (GFO G067)",
         "cpu_fixed_ms": "measured: GFO's cost model",
         "cpu_expert_ms": "measured: GFO's cost model, block-contiguous second copy",
@@ -114,7 +119,7 @@ H200_AS_24GB = HardwareProfile(
         "vram_expert_ms": "assumed",
         "cpu_fixed_ms": "assumed as on GFO's machine",
         "cpu_expert_ms": "assumed: 14 threads at the 3.6 GB/s each that GFO's AVX2 lane reaches",
-        "zero_copy_gb_s": "assumed: 95 % of the copy rate; about 53 measured without a CPU lane, H200, Nov 2026",
+        "zero_copy_gb_s": "assumed: 95 % of the copy rate; about 53 measured without a CPU lane, Nov 2026",
         "copy_gb_s": "measured: registered memory, PCIe 5.0 x16 in a VM, Nov 2026",
         "link_gb_s": "assumed: no more than the copy engine alone",
         "dram_gb_s": "measured: 16 threads reading, still rising, so a lower bound, Nov 2026",

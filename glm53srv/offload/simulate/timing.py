@@ -27,9 +27,10 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step took. cpu_wait_ms: time the GPU had ended its lane and the CPU had not. Bytes: by zero-copy
+    """What a step took.
 
-    reads, by the copy engine during the step, by the CPU lane.
+    cpu_wait_ms: time the GPU had ended its lane and the CPU had not. cpu_busy_ms: length of all CPU jobs.
+    Bytes: by zero-copy reads, by the copy engine during the step, by the CPU lane.
     """
 
     total_ms: float
@@ -88,7 +89,7 @@ class StepTimer:
         )
 
     def _lanes(self, hits: int, link: int, cpu: int, queue: float) -> tuple[float, float, float]:
-        """Run both lanes of one layer: (GPU end, CPU end, copy queue left), ms from the start of the lanes."""
+        """Run both lanes of one layer: (GPU end, CPU end, bytes queued after both), ms from their start."""
         to_read, to_compute = float(link * self.expert_bytes), float(cpu * self.expert_bytes)
         vram_ms, cpu_starts = hits * self.profile.vram_expert_ms, self.profile.cpu_fixed_ms
         now = gpu_end = cpu_end = 0.0
@@ -96,8 +97,10 @@ class StepTimer:
             is_reading, is_copying = to_read > _EPSILON, queue > _EPSILON
             is_computing = to_compute > _EPSILON and now >= cpu_starts - _EPSILON
             read, copy, compute = self._rates(is_reading, is_copying, is_computing)
-            ends = [to_read / read] if is_reading else ([vram_ms] if vram_ms > _EPSILON else [])
-            if is_copying:
+            ends = [to_read / read] if is_reading else []
+            if vram_ms > _EPSILON and (self.profile.is_gpu_overlapped or not is_reading):
+                ends.append(vram_ms)
+            if copy > 0.0:
                 ends.append(queue / copy)
             if is_computing:
                 ends.append(to_compute / compute)
@@ -113,7 +116,7 @@ class StepTimer:
             if is_reading:
                 to_read = self._less(to_read, read * span)
                 gpu_end = now
-            elif vram_ms > _EPSILON:
+            if vram_ms > _EPSILON and (self.profile.is_gpu_overlapped or not is_reading):
                 vram_ms -= span
                 gpu_end = now
         return gpu_end, cpu_end, queue
@@ -122,7 +125,9 @@ class StepTimer:
         """Bytes per ms of zero-copy reads, copy engine and CPU lane while these are active."""
         read = self._read_rate if is_reading else 0.0
         copy = self._copy_rate if is_copying else 0.0
-        if is_reading and is_copying:
+        if is_reading and is_copying and self.profile.is_copy_yielding:
+            copy = 0.0
+        elif is_reading and is_copying:
             read = min(read, self._link_rate / 2)
             copy = min(copy, self._link_rate - read)
         compute = self._cpu_rate if is_computing else 0.0
