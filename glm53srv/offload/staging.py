@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 NUM_BUFFERS = 2
 
 STAGE_MIN_PICKS = 4096
-"""Picks per layer from which staging pays. Reading in place costs the distinct experts (about 226 of 288 at 512
+"""Picks per layer from which staging pays: 512 tokens of top 8.
 
-tokens * top 8 in synthetic routes) at 0.40 ms, a staged layer all non-resident ones (about 255) at 0.378 ms
-but overlapped; below it, in-place reads move fewer bytes (RTX 3090 figures of 0xSero/glm53-flash-offload).
+Reading in place costs the distinct experts, about 226 of 288 at that size in synthetic routes, at 0.40 ms
+each; a staged layer costs all that are not resident, about 255, at 0.378 ms, but overlapped with the layer
+before. Below, reads in place move fewer bytes (RTX 3090 figures of 0xSero/glm53-flash-offload).
 """
 
 

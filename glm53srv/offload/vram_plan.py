@@ -1,9 +1,8 @@
 """How free VRAM is divided between the expert cache, staging and the reserve. Every number can be explained.
 
-    |<-------------------------- free, measured after weights, KV cache and scratch
-    ------------------------->|
-    | slots that always serve             | elastic slots: lent to a prefill             | rest    | reserve    |
-    |                                     | staging A | staging B | activations         | < 1 chunk            |
+    |<--------------------- free, measured after weights, KV cache and scratch ------------------->|
+    | slots that always serve     | elastic slots: lent to a prefill     | rest       | reserve     |
+    |                             | staging A | staging B | activations  | < 1 chunk  |             |
 
 Slots come in chunks, because lending hands whole allocations back. GB options are GiB: a staging buffer of
 2.6 then holds all 288 experts of a layer (2.53 GiB).
@@ -86,8 +85,8 @@ def plan_vram(
     chunks = min(by_memory, limit) // chunk_slots
     if chunks < 1:
         raise MachineError(
-            f"no room for the expert cache: {free_bytes / GIB:.2f} GiB of VRAM free, {reserve / GIB:.2f} reserved, "
-            f"{chunk_bytes / GIB:.2f} needed for {chunk_slots} experts; lower the cache tokens (--cache-tokens) "
+            f"no room for the expert cache: {free_bytes / GIB:.2f} GiB of VRAM free, {reserve / GIB:.2f} "
+            f"reserved, {chunk_bytes / GIB:.2f} needed for {chunk_slots} experts; lower --cache-tokens "
             f"or GLM53_EC_RESERVE_GB, or raise GLM53_EC_MAX_SLOTS"
         )
     num_slots = chunks * chunk_slots
@@ -117,7 +116,8 @@ def plan_vram(
         VramLine(
             "of the cache: elastic",
             elastic_slots * size,
-            f"{elastic_slots} slots that a prefill may borrow; at most {options.elastic_gib} GiB, one chunk stays",
+            f"{elastic_slots} slots that a prefill may borrow; at most {options.elastic_gib} GiB, "
+            "one chunk stays",
         ),
         VramLine(
             "of the elastic: staging",
