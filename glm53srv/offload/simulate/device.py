@@ -43,13 +43,15 @@ class SimulatedDevice:
         self.geometry = geometry
         self.now_ms = 0.0
         self._timer = timer
+        self._copy_rate = timer.profile.copy_gb_s * 1e6  # bytes per ms
         self._home = home
         self._bytes = None if home is None else np.full((num_slots, home.shape[1]), POISON, np.uint8)
         self._owner = np.full(num_slots, -1, np.int32)  # the key whose bytes are whole in a slot
         self._table = np.full((geometry.num_layers, geometry.num_experts), -1, np.int32)
-        self._queue: deque[tuple[int, int]] = deque()  # (key, slot) in copy order
+        self._queue: deque[tuple[int, int, int]] = deque()  # (key, slot, ticket) in copy order
         self._queue_bytes = 0.0
         self._landed: list[int] = []
+        self._num_tickets = 0
         self._running: tuple[NDArray[np.int32], NDArray[np.int32], Split] | None = None
 
     @property
@@ -71,13 +73,22 @@ class SimulatedDevice:
         flat = self._table.reshape(-1)
         flat[update.unmap_keys] = -1
         flat[update.map_keys] = update.map_slots
-        self.copy(update.copy_keys, update.copy_slots)
+        self._enqueue(update.copy_keys, update.copy_slots, ticket=0)
 
-    def copy(self, keys: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Queue copies of experts into slots: residency's, or a prefill's into lent slots."""
-        self.scribble(slots)
-        self._queue.extend(zip(keys.tolist(), slots.tolist(), strict=True))
-        self._queue_bytes += len(keys) * self.geometry.expert_bytes
+    def stage(self, keys: NDArray[np.int32], slots: NDArray[np.int32]) -> int:
+        """Queue a prefill's copies of experts into lent slots; return a ticket for `wait`."""
+        self._num_tickets += 1
+        self._enqueue(keys, slots, self._num_tickets)
+        return self._num_tickets
+
+    def wait(self, ticket: int) -> float:
+        """Let time pass until a staged batch has landed; return the wait in ms."""
+        ahead = max((i + 1 for i, entry in enumerate(self._queue) if entry[2] == ticket), default=0)
+        behind = (len(self._queue) - ahead) * self.geometry.expert_bytes
+        wait_ms = max(0.0, self._queue_bytes - behind) / self._copy_rate if ahead else 0.0
+        self.now_ms += wait_ms
+        self._move(wait_ms * self._copy_rate + (1.0 if ahead else 0.0))
+        return wait_ms
 
     def scribble(self, slots: NDArray[np.integer]) -> None:
         """Overwrite slots with something else, as activations in lent memory do."""
@@ -117,27 +128,36 @@ class SimulatedDevice:
     def elapse(self, span_ms: float) -> None:
         """Let time pass outside decode steps; the copy engine works alone."""
         self.now_ms += span_ms
-        self._move(min(self._queue_bytes, span_ms * self._timer.profile.copy_gb_s * 1e6))
+        self._move(min(self._queue_bytes, span_ms * self._copy_rate))
 
     def drain_copies(self) -> float:
         """Wait for the copy engine to end all copies; return the wait in ms."""
-        wait_ms = self._queue_bytes / (self._timer.profile.copy_gb_s * 1e6)
+        wait_ms = self._queue_bytes / self._copy_rate
         self.now_ms += wait_ms
         self._move(self._queue_bytes + 1.0)
         return wait_ms
 
     def take_landed(self) -> NDArray[np.int32]:
-        """Return the slots whose bytes arrived since the last call: int32, in order."""
+        """Return residency's slots whose bytes arrived since the last call: int32, in order."""
         landed, self._landed = np.array(self._landed, np.int32), []
         return landed
+
+    def _enqueue(self, keys: NDArray[np.int32], slots: NDArray[np.int32], ticket: int) -> None:
+        """Append copies to the queue; from now on their slots hold nothing whole."""
+        self.scribble(slots)
+        self._queue.extend(
+            (key, slot, ticket) for key, slot in zip(keys.tolist(), slots.tolist(), strict=True)
+        )
+        self._queue_bytes += len(keys) * self.geometry.expert_bytes
 
     def _move(self, num_bytes: float) -> None:
         """Let the copy engine move num_bytes; what is complete lands."""
         self._queue_bytes = max(0.0, self._queue_bytes - num_bytes)
         pending = int(np.ceil((self._queue_bytes - 0.5) / self.geometry.expert_bytes))
         while len(self._queue) > max(0, pending):
-            key, slot = self._queue.popleft()
+            key, slot, ticket = self._queue.popleft()
             self._owner[slot] = key
             if self._bytes is not None and self._home is not None:
                 self._bytes[slot] = self._home[key]
-            self._landed.append(slot)
+            if ticket == 0:
+                self._landed.append(slot)
