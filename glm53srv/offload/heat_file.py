@@ -42,7 +42,8 @@ def save_heat(path: Path, heat: NDArray[np.float32], geometry: ExpertGeometry, f
 def load_heat(path: Path, geometry: ExpertGeometry, fingerprint: str) -> HeatFile:
     """Read heat if it belongs to this checkpoint and this version; never raises for a bad file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, not by numpy, which leaves the file open when it is no archive.
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             version, mark = int(file["version"]), str(file["fingerprint"])
             heat = np.asarray(file["heat"])
     except FileNotFoundError:
