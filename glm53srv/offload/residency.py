@@ -185,7 +185,7 @@ class ResidencyPolicy:
         room = max(0, min(max_admissions, self.params.max_in_flight - self.num_in_flight))
         filled = self._fill_free(room)
         copied.append(filled)
-        self._replace(room - len(filled))
+        self._replace(room - len(filled), mapped)
         self._missed, self._touched_again = self._missed[:0], self._touched_again[:0]
         copy_slots = np.concatenate(copied)
         unmapped = np.concatenate([np.empty(0, np.int32), *self._pending_unmap])
@@ -287,13 +287,16 @@ class ResidencyPolicy:
         self._state[slots] = SlotState.COPYING
         return slots
 
-    def _replace(self, room: int) -> None:
-        """Let misses of second touch, hottest first, take the slots of victims."""
+    def _replace(self, room: int, just_mapped: Ints) -> None:
+        """Let misses of second touch, hottest first, take the slots of victims.
+
+        just_mapped: slots that this advance maps; unmapping them in the same update would contradict it.
+        """
         wanted = self._missed[self._touched_again]
         keys = self._hottest(wanted[self._key_slot[wanted] < 0], room)
         if not len(keys):
             return
-        slots = self._sweep(len(keys))
+        slots = self._sweep(len(keys), just_mapped)
         keys = keys[: len(slots)]
         hotter = self.heat[keys] - self.heat[self._slot_key[slots]] > self.params.min_heat_gain
         keys, slots = keys[hotter], slots[hotter]
@@ -301,14 +304,16 @@ class ResidencyPolicy:
         self._slot_key[slots] = keys
         self._key_slot[keys] = slots
 
-    def _sweep(self, num_victims: int) -> Ints:
+    def _sweep(self, num_victims: int, exempt: Ints) -> Ints:
         """Move the hand past num_victims unreferenced resident slots; return the coldest ahead of it.
 
         int32 (<= num_victims,), coldest first. A reference bit that the hand passes is cleared. When one
         turn finds too few, the second turn takes referenced slots too.
         """
         ring = (self._hand + np.arange(self.capacity, dtype=np.int32)) % max(1, self.capacity)
-        resident = self._state[ring] == SlotState.RESIDENT
+        evictable = self._state == SlotState.RESIDENT
+        evictable[exempt] = False
+        resident = evictable[ring]
         offered = np.flatnonzero(resident & ~self._referenced[ring])
         if len(offered) < num_victims:
             self._referenced[: self.capacity] = False

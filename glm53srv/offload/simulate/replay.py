@@ -41,7 +41,7 @@ class OffloadReplay:
         self.policy = policy
         self.device = device
         self.cpu_count = cpu_count
-        self._budget = budget
+        self.budget = budget
         self._log: NDArray[np.integer] | None = None
         self._last_ms = 0.0
 
@@ -61,10 +61,10 @@ class OffloadReplay:
         if self._log is not None:
             self.policy.observe(self._log)
         in_flight = self.policy.num_in_flight
-        granted = self._budget.grant(self._last_ms)
+        granted = self.budget.grant(self._last_ms)
         update = self.policy.advance(self.device.take_landed(), granted)
         landed = len(update.map_keys)
-        self._budget.spend(min(granted, max(0, self.policy.num_in_flight - in_flight + landed)))
+        self.budget.spend(min(granted, max(0, self.policy.num_in_flight - in_flight + landed)))
         self.device.apply(update)
         time = self.device.finish_step(num_streams)
         self._log, self._last_ms = picks, time.total_ms
