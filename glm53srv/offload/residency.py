@@ -276,10 +276,10 @@ class ResidencyPolicy:
         """Admit the hottest of this step's misses and the remembered keys into free slots; return the
         slots.
         """
+        self._remembered = self._remembered[self._key_slot[self._remembered] < 0]
         free = np.flatnonzero(self._state[: self.capacity] == SlotState.FREE).astype(np.int32)[:room]
         if not len(free):
             return free
-        self._remembered = self._remembered[self._key_slot[self._remembered] < 0]
         keys = self._hottest(np.union1d(self._missed, self._remembered), len(free))
         slots = free[: len(keys)]
         self._slot_key[slots] = keys

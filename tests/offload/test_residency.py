@@ -54,13 +54,14 @@ def test_first_touch_is_not_admitted_and_second_is() -> None:
     assert len(update.unmap_keys) == 1
 
 
-def test_a_touch_outside_the_window_does_not_count() -> None:
+@pytest.mark.parametrize(("num_between", "is_admitted"), [(0, True), (1, True), (2, False), (9, False)])
+def test_only_touches_within_the_window_count(num_between: int, is_admitted: bool) -> None:
     policy = filled()
     policy.observe(picks_of(9))
-    for _ in range(3):
+    for _ in range(num_between):
         policy.observe(picks_of(0))
     policy.observe(picks_of(9))
-    assert not len(policy.advance(NOTHING, 8).unmap_keys)
+    assert bool(len(policy.advance(NOTHING, 8).unmap_keys)) == is_admitted
 
 
 def test_window_zero_admits_at_first_touch() -> None:
@@ -104,6 +105,21 @@ def test_reference_bits_protect_what_was_just_picked() -> None:
     policy.observe(picks_of(int(survivors[0]), int(survivors[1])))
     update = admit(policy, expert=11)
     assert update.unmap_keys.tolist() == [int(survivors[2])]
+
+
+def test_the_hand_spares_referenced_slots_once_and_new_ones_too() -> None:
+    policy = filled(4, ResidencyParams(touch_window_steps=2, min_heat_gain=-2.0, victim_window=1))
+
+    def replaced_by(expert: int) -> int:
+        victim = int(admit(policy, expert).unmap_keys[0])
+        settle(policy, policy.advance(NOTHING, 0).copy_slots)
+        return victim
+
+    assert replaced_by(9) == 0  # all are fresh, so all bits are cleared; the hand stops behind slot 0
+    policy.observe(picks_of(1))
+    assert replaced_by(10) == 2  # slot 1 is spared and its bit cleared; the hand stops behind slot 2
+    policy.observe(picks_of(3))
+    assert replaced_by(11) == 1  # slot 3 was picked, slot 0 is fresh, slot 1 was spared already
 
 
 def test_the_coldest_of_the_offered_slots_goes() -> None:
