@@ -1,1 +1,1 @@
-"""Builds glm53srv._kernels from native/; see build_kernels.py."""
+"""Builds the native kernels into glm53srv/, in cffi API mode or, without Python.h, as a plain library."""

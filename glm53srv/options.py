@@ -178,7 +178,7 @@ OPTIONS: tuple[Option, ...] = (
         "SERVED_NAME",
         "str",
         None,
-        "model name in the API (default: glm-5.3-flash, or the directory's name for a demo model)",
+        "model name in the API (default: glm-5.3-flash, or random-weights for the random model)",
         "server",
     ),
     Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from glm53srv.errors import InvalidRequest
 
@@ -83,7 +83,7 @@ class GenerationRequest:
 
     request_id: str
     prompt_ids: tuple[int, ...]
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,142 @@
+"""The `glm53srv` command.
+
+    glm53srv serve     [options]              serve the model over HTTP
+    glm53srv generate  PROMPT [options]       answer one prompt in the terminal
+    glm53srv doctor    [--json] [options]     say what this machine can run, and why
+    glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
+
+Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
+failed; 1 anything else; 128 + n ended by signal n a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glm53srv import __version__
+from glm53srv.errors import ConfigError, Glm53Error
+
+Command = Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code. argv: without the program's name."""
+    commands: Mapping[str, Command] = {
+        "serve": _serve,
+        "generate": _generate,
+        "doctor": _doctor,
+        "pack": _pack,
+    }
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if argv else ConfigError.exit_code
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"glm53srv {__version__}")
+        return 0
+    command = commands.get(argv[0])
+    try:
+        if command is None:
+            raise ConfigError(f"unknown command {argv[0]!r}; the commands are {', '.join(commands)}")
+        if any(word in ("-h", "--help") for word in argv[1:]):
+            print(_help())
+            return 0
+        return command(argv[1:])
+    except Glm53Error as error:
+        print(f"glm53srv: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    raise SystemExit(main(sys.argv[1:]))
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from glm53srv.config import load_config
+    from glm53srv.doctor import require_servable
+    from glm53srv.machine import read_machine
+    from glm53srv.server import serve
+
+    config = load_config(argv)
+    set_up_logging(config.server.log_level)
+    require_servable(config, read_machine())
+    return _run_loop(serve(config, sys.stderr))
+
+
+def _generate(argv: Sequence[str]) -> int:
+    from glm53srv.config import load_config
+    from glm53srv.generate import GenerateOptions, generate
+
+    options, rest = GenerateOptions.parse(argv)
+    config = load_config(rest)
+    set_up_logging("warning")
+    return _run_loop(generate(config, options, sys.stdout, sys.stderr))
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from glm53srv.config import load_config
+    from glm53srv.doctor import as_json, examine, report
+    from glm53srv.machine import read_machine
+
+    rest = [word for word in argv if word != "--json"]
+    findings = examine(load_config(rest), read_machine())
+    answer = as_json(findings)
+    print(json.dumps(answer, indent=2) if "--json" in argv else report(findings))
+    return 0 if answer["ok"] else 1
+
+
+def _pack(argv: Sequence[str]) -> int:
+    from glm53srv.flags import take_flags
+    from glm53srv.model.pack import pack_random_model
+    from glm53srv.progress import ProgressLine
+
+    words, flags = take_flags(argv, {"--out": "a directory", "--seed": "a whole number"})
+    if words != ["random"]:
+        raise ConfigError("pack what? `glm53srv pack random --out DIR` is the one kind there is")
+    if "--out" not in flags:
+        raise ConfigError("pack random needs --out DIR")
+    seed = flags.get("--seed", "0")
+    if not seed.isdigit():
+        raise ConfigError(f"--seed is {seed!r}, must be a whole number from 0")
+    out_dir = Path(flags["--out"]).expanduser()
+    pack_random_model(out_dir, int(seed), ProgressLine(sys.stderr, label="packing"))
+    print(f"{out_dir}: a small random model; it speaks nonsense, and is for trying the server only")
+    return 0
+
+
+def set_up_logging(level: str) -> None:
+    """Write log lines to standard error: time, level, module, text."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    for noisy in ("hypercorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _run_loop(main_task: Coroutine[Any, Any, int]) -> int:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main_task)
+
+
+def _help() -> str:
+    from glm53srv.options import usage
+
+    assert __doc__ is not None
+    return f"{__doc__.strip()}\n\nOptions of serve, generate and doctor:\n{usage()}"
+
+
+if __name__ == "__main__":
+    run()

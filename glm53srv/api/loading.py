@@ -1,0 +1,76 @@
+"""From a configuration to what the API serves. Runs on the engine thread; shared by serve and generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from glm53srv.api.lifecycle import Loaded, Loader
+from glm53srv.api.served import ServedModel
+from glm53srv.api.tokenizer import Tokenizer
+from glm53srv.config import Config
+from glm53srv.machine import read_machine
+from glm53srv.progress import Progress
+from glm53srv.request import SamplingParams
+from glm53srv.scheduler.admission import context_tokens
+from glm53srv.scheduler.scheduler import SchedulerSettings
+
+DEFAULT_NAME = "glm-5.3-flash"
+RANDOM_NAME = "random-weights"
+
+TOKENIZER_SHARE = 0.05
+"""Share of the progress bar that ends before the engine loads."""
+
+
+def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.time) -> Loader:
+    """Give the function that loads tokenizer, engine and model description. It raises Glm53Error."""
+
+    def load(progress: Progress) -> Loaded:
+        from glm53srv.engine.factory import load_engine  # numpy and native code: not before the port is open
+        from glm53srv.model.config import load_model_config
+
+        model_dir = config.engine.model_dir
+        progress(0.0, "tokenizer")
+        model_config = load_model_config(model_dir)
+        tokenizer = Tokenizer.load(model_dir)
+        rest = 1.0 - TOKENIZER_SHARE
+        engine = load_engine(
+            config.engine,
+            read_machine(),
+            lambda part, stage: progress(TOKENIZER_SHARE + rest * part, stage),
+        )
+        advised = model_config.sampling
+        neutral = SamplingParams()
+        served = ServedModel(
+            name=config.server.served_name or _default_name(model_config.is_random),
+            created=int(wall_clock()),
+            tokenizer=tokenizer,
+            context_tokens=context_tokens(engine.limits),
+            defaults=SamplingParams(
+                temperature=_or(advised.temperature, neutral.temperature),
+                top_p=_or(advised.top_p, neutral.top_p),
+                top_k=int(_or(advised.top_k, neutral.top_k)),
+                min_p=_or(advised.min_p, neutral.min_p),
+                repetition_penalty=_or(advised.repetition_penalty, neutral.repetition_penalty),
+            ),
+            is_random=model_config.is_random,
+        )
+        return Loaded(engine, served)
+
+    return load
+
+
+def scheduler_settings(config: Config) -> SchedulerSettings:
+    """Give the scheduler's part of the configuration."""
+    return SchedulerSettings(
+        max_queue=config.scheduler.max_queue, token_interval_s=config.scheduler.target_gap_s
+    )
+
+
+def _default_name(is_random: bool) -> str:
+    """The published model has one name wherever its files lie; nothing else should pass under it."""
+    return RANDOM_NAME if is_random else DEFAULT_NAME
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,307 @@
+"""Generation without a protocol: prompt ids in, parsed steps out.
+
+    TokenStream -> detokenizer -> stop strings -> output parser -> StepOutput
+
+Every endpoint uses this path; each protocol only builds jobs and spells outputs. Event loop only. Stop
+strings see the whole output, reasoning and markers included, and nothing of the first min_tokens tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from glm53srv.api.detokenizer import Detokenizer
+from glm53srv.api.markers import Piece
+from glm53srv.api.output_events import CallEnd, OutputEvent, merge_events
+from glm53srv.api.stop_strings import StopStrings
+from glm53srv.api.tokenizer import Tokenizer
+from glm53srv.errors import NotReady, RequestFailed
+from glm53srv.request import FinishReason, GenerationRequest, TokenEvent, Usage
+
+RETRY_AFTER_S = 10
+
+
+class TokenSource(Protocol):
+    """The reader's end of one sequence (scheduler.stream.TokenStream)."""
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    async def next_events(self) -> tuple[TokenEvent, ...]:
+        """Wait for news and give all there is; empty after the end."""
+
+    def close(self) -> None:
+        """Abort, if it still runs. Idempotent."""
+
+    def finish(self) -> None:
+        """End the sequence as stopped."""
+
+
+class StepSource(Protocol):
+    """Whatever runs sequences (scheduler.loop.StepLoop)."""
+
+    def submit(self, request: GenerationRequest) -> TokenSource:
+        """Queue a request. Raises RequestError."""
+
+
+class OutputReader(Protocol):
+    """Makes events of decoded output (output_parser.OutputParser)."""
+
+    @property
+    def in_reasoning(self) -> bool: ...
+
+    @property
+    def has_open_call(self) -> bool: ...
+
+    @property
+    def num_complete_calls(self) -> int: ...
+
+    def push(self, pieces: Iterable[Piece]) -> list[OutputEvent]:
+        """Take output, give what is certain."""
+
+    def finish(self, *, closes_calls: bool = False) -> list[OutputEvent]:
+        """End the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """One prompt to answer num_choices times.
+
+    new_reader: makes the parser of one choice, in the state in which the prompt ends. stop: stop strings.
+    max_calls: end after so many complete tool calls. Choice i > 0 draws from seed + i.
+    """
+
+    request: GenerationRequest
+    new_reader: Callable[[], OutputReader]
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    max_calls: int | None = None
+    num_choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a choice ended. matched: the stop string or stop id that ended it, if one did."""
+
+    reason: Literal["stop", "length", "tool_calls"]
+    matched: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one or several steps gave for one choice.
+
+    tokens: the sampled tokens that belong to the text, for log probabilities and token counts.
+    """
+
+    choice: int
+    events: Sequence[OutputEvent]
+    tokens: Sequence[TokenEvent]
+    finish: Finish | None = None
+
+
+class Generation:
+    """One choice in progress. Whoever opens it closes it in a `finally`."""
+
+    def __init__(self, choice: int, source: TokenSource, job: GenerationJob, tokenizer: Tokenizer) -> None:
+        self._choice = choice
+        self._source = source
+        self._job = job
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(job.stop, include_match=job.include_stop)
+        self._reader = job.new_reader()
+        self._calls_end_id = tokenizer.control_id("<|observation|>")
+        self._num_tokens = 0
+        self._num_reasoning = 0
+        self._num_calls = 0
+        self.is_finished = False
+
+    @property
+    def usage(self) -> Usage:
+        """Counts of what was read so far."""
+        return Usage(
+            prompt_tokens=len(self._job.request.prompt_ids),
+            completion_tokens=self._num_tokens,
+            cached_tokens=self._source.cached_tokens,
+            reasoning_tokens=self._num_reasoning,
+        )
+
+    async def next_step(self) -> StepOutput:
+        """Wait until there is something to deliver. Not to be called after the finish.
+
+        Raises RequestFailed when the engine failed, NotReady when the server ended the sequence.
+        """
+        while True:
+            output = self._read(await self._source.next_events())
+            if output.events or output.finish is not None or any(t.logprobs for t in output.tokens):
+                return output
+
+    def close(self) -> None:
+        """Abort, if it still runs. Idempotent."""
+        self._source.close()
+
+    def _read(self, news: tuple[TokenEvent, ...]) -> StepOutput:
+        if not news:
+            raise NotReady("the request was ended", retry_after_s=RETRY_AFTER_S)
+        events: list[OutputEvent] = []
+        tokens: list[TokenEvent] = []
+        for event in news:
+            if event.token_id is not None:
+                self._count()
+                if not event.is_stop_token:
+                    tokens.append(event)
+                    events += self._take(event.token_id)
+            finish = self._finish_of(event)
+            if finish is not None:
+                events += self._flush(event)
+                self.is_finished = True
+                return StepOutput(self._choice, merge_events(events), tokens, self._reason(finish))
+        return StepOutput(self._choice, merge_events(events), tokens)
+
+    def _count(self) -> None:
+        self._num_tokens += 1
+        self._num_reasoning += self._reader.in_reasoning
+
+    def _take(self, token_id: int) -> list[OutputEvent]:
+        pieces = self._detokenizer.push(token_id)
+        if self._num_tokens > self._job.request.sampling.min_tokens:
+            pieces = self._stops.push(pieces)
+        events = self._reader.push(pieces)
+        self._num_calls += sum(isinstance(event, CallEnd) for event in events)
+        return events
+
+    def _finish_of(self, event: TokenEvent) -> Finish | None:
+        """Tell whether the output ends here; ends the sequence if it is the text that ends it."""
+        max_calls = self._job.max_calls
+        if self._stops.matched is not None:
+            self._source.finish()
+            return Finish("stop", self._stops.matched)
+        if max_calls is not None and self._num_calls >= max_calls:
+            self._source.finish()
+            return Finish("stop")
+        match event.finish:
+            case None:
+                return None
+            case FinishReason.STOP:
+                return Finish("stop", event.token_id if event.is_stop_token else None)
+            case FinishReason.LENGTH:
+                return Finish("length")
+            case FinishReason.ABORT:
+                raise NotReady("the server is shutting down", retry_after_s=RETRY_AFTER_S)
+            case FinishReason.ERROR:
+                raise RequestFailed(event.error or "the engine failed")
+
+    def _flush(self, last: TokenEvent) -> list[OutputEvent]:
+        """Pass what the stages hold through the later ones, in order."""
+        pieces = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        events = self._reader.push(pieces)
+        closes_calls = last.is_stop_token and last.token_id == self._calls_end_id
+        return events + self._reader.finish(closes_calls=closes_calls)
+
+    def _reason(self, finish: Finish) -> Finish:
+        """A call that was cut makes it `length` however it ended; complete calls make a stop `tool_calls`."""
+        if self._reader.has_open_call:
+            return Finish("length")
+        if finish.reason == "stop" and self._reader.num_complete_calls:
+            return replace(finish, reason="tool_calls")
+        return finish
+
+
+@dataclass(slots=True)
+class Generations:
+    """All choices of one job. Whoever opens it closes it in a `finally`."""
+
+    choices: list[Generation]
+    submitted_s: float
+    clock: Callable[[], float]
+    first_token_s: float | None = None
+    _waiting: dict[asyncio.Task[StepOutput], int] = field(default_factory=dict)
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt once, outputs summed over the choices."""
+        parts = [choice.usage for choice in self.choices]
+        return Usage(
+            prompt_tokens=parts[0].prompt_tokens,
+            completion_tokens=sum(part.completion_tokens for part in parts),
+            cached_tokens=parts[0].cached_tokens,
+            reasoning_tokens=sum(part.reasoning_tokens for part in parts),
+        )
+
+    async def next_steps(self) -> list[StepOutput]:
+        """Wait for the next outputs, at most one per choice; empty when all choices have finished.
+
+        Raises what Generation.next_step raises.
+        """
+        if len(self.choices) == 1:
+            only = self.choices[0]
+            outputs = [] if only.is_finished else [await only.next_step()]
+        else:
+            outputs = await self._next_of_many()
+        if outputs and self.first_token_s is None:
+            self.first_token_s = self.clock()
+        return outputs
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent, never waits."""
+        for task in self._waiting:
+            task.add_done_callback(_take_result)
+            task.cancel()
+        self._waiting.clear()
+        for choice in self.choices:
+            choice.close()
+
+    async def _next_of_many(self) -> list[StepOutput]:
+        waited_for = set(self._waiting.values())
+        for at, choice in enumerate(self.choices):
+            if not choice.is_finished and at not in waited_for:
+                self._waiting[asyncio.get_running_loop().create_task(choice.next_step())] = at
+        if not self._waiting:
+            return []
+        done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            del self._waiting[task]
+            task.add_done_callback(_take_result)  # of several that fail, only the first is raised
+        outputs = [task.result() for task in done]
+        return sorted(outputs, key=lambda output: output.choice)
+
+
+def open_generations(
+    source: StepSource,
+    job: GenerationJob,
+    tokenizer: Tokenizer,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Generations:
+    """Submit all choices of a job, or none. Raises RequestError."""
+    opened: list[Generation] = []
+    submitted_s = clock()
+    try:
+        for choice in range(job.num_choices):
+            stream = source.submit(_request_of_choice(job, choice))
+            opened.append(Generation(choice, stream, job, tokenizer))
+    except BaseException:
+        for generation in opened:
+            generation.close()
+        raise
+    return Generations(opened, submitted_s, clock)
+
+
+def _take_result(task: asyncio.Task[StepOutput]) -> None:
+    """Look at a result nobody waits for, so that asyncio does not report it as forgotten."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _request_of_choice(job: GenerationJob, choice: int) -> GenerationRequest:
+    if choice == 0:
+        return job.request
+    seed = job.request.sampling.seed
+    sampling = job.request.sampling
+    if seed is not None:
+        sampling = replace(sampling, seed=(seed + choice) % 2**63)
+    return replace(job.request, request_id=f"{job.request.request_id}-{choice}", sampling=sampling)

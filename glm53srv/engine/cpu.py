@@ -1,0 +1,317 @@
+"""The engine for machines without a GPU: numpy and native kernels, float32, no torch.
+
+    slot    holds     between plans
+    ----    -----     -------------
+    free    nothing
+    busy    state, num_computed, and a chunk while one is in flight (its streams between two layers)
+
+    free --first slice--> busy --release--> free           release in the middle of a chunk is as good as any
+
+A chunk's streams (rows, 4, hidden) wait in the slot while decode steps of other slots run; nothing of the
+chunk depends on them, so a pause changes no bit. Decode rows are computed so that a row's bits do not depend
+on the other rows (model/linear.py), so a sequence gives the same tokens alone and in company.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from glm53srv.engine.base import (
+    DecodeRow,
+    EngineLimits,
+    PrefillSlice,
+    SampledToken,
+    StepPlan,
+    StepResult,
+    StepStats,
+)
+from glm53srv.engine.sampler import SamplerBank
+from glm53srv.errors import EngineError
+from glm53srv.kernels import Isa, KernelPool, Precision
+from glm53srv.model.decoder import Decoder
+from glm53srv.model.linear import BATCH_INVARIANT_ROWS, KernelContext
+from glm53srv.model.loading import load_decoder
+from glm53srv.model.ops import F32
+from glm53srv.model.state import PAGE_TOKENS, PagedCache, SequenceState, view_of
+from glm53srv.model.vocabulary import count_token_ids
+
+Progress = Callable[[float, str], None]
+
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a CPU engine is built.
+
+    cache_tokens: room of the paged cache over all sequences, rounded up to whole pages; its memory is taken
+    as it is used. num_threads: of the native pool. cpus: logical CPUs to pin them to, or None.
+    """
+
+    max_streams: int = 4
+    cache_tokens: int = 131072
+    max_chunk_tokens: int = 512
+    num_threads: int = 1
+    isa: Isa = Isa.AUTO
+    precision: Precision = Precision.EXACT32
+    cpus: tuple[int, ...] | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache."""
+        return -(-self.cache_tokens // PAGE_TOKENS)
+
+
+class CpuEngine:
+    """Engine over a decoder. Every call comes from the engine thread, which also owns the kernel pool.
+
+    Use load(). The pool given to the constructor is closed by close(). While an engine lives, numpy's BLAS
+    runs on one thread, in the whole process: its idle threads spin for the cores that the kernel pool needs
+    (512 tokens of prefill took 2.9 s with two BLAS threads and 0.35 s with one, on 2 busy cores of an EPYC
+    virtual machine, 2026-11), and its sums depend on their number.
+    """
+
+    def __init__(
+        self, decoder: Decoder, pool: KernelPool, sampler: SamplerBank, options: EngineOptions
+    ) -> None:
+        config = decoder.config
+        self._decoder = decoder
+        self._pool = pool
+        self._sampler = sampler
+        self._limits = EngineLimits(
+            max_streams=options.max_streams,
+            max_context_tokens=min(config.max_context_tokens, options.num_pages * PAGE_TOKENS),
+            max_chunk_tokens=options.max_chunk_tokens,
+            page_tokens=PAGE_TOKENS,
+            num_pages=options.num_pages,
+            num_layers=config.num_layers,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+        )
+        self._cache = PagedCache(config, options.num_pages)
+        self._slots: dict[int, _Slot] = {}
+        self._free_states: list[SequenceState] = []
+        self._is_usable = True
+        self._blas_limit = threadpool_limits(limits=1, user_api="blas")
+
+    @classmethod
+    def load(cls, model_dir: Path, options: EngineOptions, progress: Progress | None = None) -> CpuEngine:
+        """Load a checkpoint on the calling thread, the engine thread from then on.
+
+        progress: called with a fraction from 0 to 1 and the stage. Raises CheckpointError or MachineError.
+        """
+        pool = KernelPool(options.num_threads, options.isa, options.cpus)
+        try:
+            decoder = load_decoder(model_dir, KernelContext(pool, options.precision), progress)
+            config = decoder.config
+            num_valid_ids = count_token_ids(model_dir, config.vocab_size)
+        except BaseException:
+            pool.close()
+            raise
+        return cls(
+            decoder, pool, SamplerBank(config.vocab_size, config.eos_token_ids, num_valid_ids), options
+        )
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def is_random(self) -> bool:
+        """Tell whether the weights are noise; the server says so."""
+        return self._decoder.config.is_random
+
+    def warm_up(self) -> None:
+        """Run a chunk and a decode step of each width, on states and cache pages that nobody uses yet."""
+        self._require(not self._slots, "warm_up while sequences run")
+        decoder, layers = self._decoder, range(self._limits.num_layers)
+        state = SequenceState(decoder.config)
+        num_tokens = min(_WARM_UP_TOKENS, self._limits.max_chunk_tokens, self._limits.max_context_tokens - 1)
+        streams = decoder.embed([0] * num_tokens)
+        for layer in layers:
+            streams = decoder.prefill_block(layer, streams, view_of(state, [0], 0), self._cache)
+        for width in range(1, min(self._limits.max_streams, BATCH_INVARIANT_ROWS) + 1):
+            views = [view_of(SequenceState(decoder.config), [0], 0) for _ in range(width)]
+            streams = decoder.embed([0] * width)
+            for layer in layers:
+                streams = decoder.decode_block(layer, streams, views, self._cache)
+            decoder.logits(streams)
+
+    def close(self) -> None:
+        """Free the threads and the sequences. Idempotent."""
+        self._is_usable = False
+        self._slots.clear()
+        self._free_states.clear()
+        self._pool.close()
+        self._blas_limit.restore_original_limits()
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Execute one step. Raises EngineError, after which only close() may follow."""
+        self._require(self._is_usable, "step after a failed step or after close")
+        self._is_usable = False
+        try:
+            result = self._run(plan)
+        except EngineError:
+            raise
+        except Exception as error:  # the contract: a step fails with EngineError, whatever went wrong inside
+            raise EngineError(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+        self._is_usable = True
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for slot_id in plan.release:
+            self._release(slot_id)
+        begin_s = time.perf_counter()
+        prefill_done, last_row = False, None
+        if plan.prefill is not None:
+            self._require(
+                plan.prefill.slot not in {row.slot for row in plan.decode},
+                "a slot prefills and decodes at once",
+            )
+            prefill_done, last_row = self._prefill(plan.prefill)
+        middle_s = time.perf_counter()
+        streams = self._decode(plan.decode)
+        slot_ids = [row.slot for row in plan.decode]
+        if plan.prefill is not None and last_row is not None:
+            streams.append(last_row)
+            slot_ids.append(plan.prefill.slot)
+        tokens = self._sample(slot_ids, streams)
+        end_s = time.perf_counter()
+        stats = StepStats(
+            prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
+            decode_s=end_s - middle_s if plan.decode else 0.0,
+        )
+        return StepResult(plan.step_id, tuple(tokens), prefill_done, stats)
+
+    def _release(self, slot_id: int) -> None:
+        slot = self._slots.pop(slot_id, None)
+        self._sampler.release(slot_id)
+        if slot is not None:
+            self._free_states.append(slot.state)
+
+    def _prefill(self, piece: PrefillSlice) -> tuple[bool, F32 | None]:
+        """Run the slice. Gives whether the chunk is done, and streams (1, 4, hidden) to sample from."""
+        slot = self._slot_for(piece)
+        end = piece.start_position + len(piece.token_ids)
+        self._check_slice(piece, slot, end)
+        streams = self._decoder.embed(piece.token_ids) if slot.streams is None else slot.streams
+        sequence = view_of(slot.state, piece.page_ids, piece.start_position)
+        for layer in range(piece.layer_begin, piece.layer_end):
+            streams = self._decoder.prefill_block(layer, streams, sequence, self._cache)
+        if piece.layer_end < self._limits.num_layers:
+            slot.streams, slot.chunk, slot.next_layer = streams, piece.token_ids, piece.layer_end
+            return False, None
+        slot.streams, slot.chunk, slot.next_layer = None, (), 0
+        slot.num_computed = end
+        slot.is_prefilled = piece.is_last_chunk
+        return True, streams[-1:] if piece.is_last_chunk else None
+
+    def _slot_for(self, piece: PrefillSlice) -> _Slot:
+        if piece.start is None:
+            self._require(piece.slot in self._slots, f"slot {piece.slot} has no start")
+            return self._slots[piece.slot]
+        self._require(0 <= piece.slot < self._limits.max_streams, f"slot {piece.slot} does not exist")
+        self._require(piece.slot not in self._slots, f"slot {piece.slot} started without a release")
+        state = self._free_states.pop() if self._free_states else SequenceState(self._decoder.config)
+        state.reset()
+        self._sampler.start(piece.slot, piece.start)
+        slot = self._slots[piece.slot] = _Slot(state)
+        return slot
+
+    def _check_slice(self, piece: PrefillSlice, slot: _Slot, end: int) -> None:
+        limits = self._limits
+        name = f"slot {piece.slot}:"
+        self._require(not slot.is_prefilled, f"{name} is prefilled already")
+        self._require(
+            piece.start_position == slot.num_computed,
+            f"{name} chunk at {piece.start_position}, expected {slot.num_computed}",
+        )
+        self._require(
+            0 < len(piece.token_ids) <= limits.max_chunk_tokens,
+            f"{name} {len(piece.token_ids)} tokens in a chunk",
+        )
+        self._require(
+            not slot.chunk or piece.token_ids == slot.chunk, f"{name} the chunk changed between its layers"
+        )
+        self._require(
+            piece.layer_begin == slot.next_layer and piece.layer_begin < piece.layer_end <= limits.num_layers,
+            f"{name} layers {piece.layer_begin} to {piece.layer_end}, expected to start at {slot.next_layer}",
+        )
+        others = [other for other, state in self._slots.items() if state.chunk and other != piece.slot]
+        self._require(not others, f"{name} prefill inside a chunk of slot {others}")
+        self._check_tokens(piece.token_ids, name)
+        self._check_pages(piece.page_ids, end, name)
+
+    def _decode(self, rows: Sequence[DecodeRow]) -> list[F32]:
+        """Run all layers for one token of each row; gives the streams in pieces of a few rows."""
+        self._require(len({row.slot for row in rows}) == len(rows), "a slot decodes twice in one step")
+        for row in rows:
+            slot = self._slots.get(row.slot)
+            name = f"slot {row.slot}:"
+            self._require(
+                slot is not None and slot.is_prefilled, f"{name} decode before the end of its prefill"
+            )
+            assert slot is not None
+            self._require(
+                row.position == slot.num_computed,
+                f"{name} position {row.position}, expected {slot.num_computed}",
+            )
+            self._check_tokens((row.token_id,), name)
+            self._check_pages(row.page_ids, row.position + 1, name)
+        pieces = []
+        for first in range(0, len(rows), BATCH_INVARIANT_ROWS):
+            group = rows[first : first + BATCH_INVARIANT_ROWS]
+            views = [view_of(self._slots[row.slot].state, row.page_ids, row.position) for row in group]
+            streams = self._decoder.embed([row.token_id for row in group])
+            for layer in range(self._limits.num_layers):
+                streams = self._decoder.decode_block(layer, streams, views, self._cache)
+            pieces.append(streams)
+        for row in rows:
+            self._slots[row.slot].num_computed += 1
+        return pieces
+
+    def _sample(self, slot_ids: Sequence[int], pieces: Sequence[F32]) -> list[SampledToken]:
+        if not slot_ids:
+            return []
+        streams = np.concatenate(pieces)
+        groups = range(0, len(streams), BATCH_INVARIANT_ROWS)
+        logits = [self._decoder.logits(streams[first : first + BATCH_INVARIANT_ROWS]) for first in groups]
+        return self._sampler.sample(slot_ids, np.concatenate(logits))
+
+    def _check_tokens(self, token_ids: Iterable[int], name: str) -> None:
+        vocab_size = self._limits.vocab_size
+        self._require(all(0 <= token < vocab_size for token in token_ids), f"{name} unknown token id")
+
+    def _check_pages(self, page_ids: Sequence[int], num_tokens: int, name: str) -> None:
+        limits = self._limits
+        self._require(
+            num_tokens <= limits.max_context_tokens, f"{name} {num_tokens} tokens exceed the context"
+        )
+        self._require(
+            len(page_ids) * PAGE_TOKENS >= num_tokens, f"{name} too few pages for {num_tokens} tokens"
+        )
+        self._require(all(0 <= page < limits.num_pages for page in page_ids), f"{name} page id out of range")
+
+    @staticmethod
+    def _require(condition: bool, text: str) -> None:
+        if not condition:
+            raise EngineError(f"the plan breaks the engine contract: {text}")
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One sequence. streams: of the chunk in flight, None between chunks; chunk: its tokens; next_layer: its
+    next layer. num_computed: tokens whose state is complete in every layer."""
+
+    state: SequenceState
+    num_computed: int = 0
+    is_prefilled: bool = False
+    streams: F32 | None = None
+    chunk: tuple[int, ...] = ()
+    next_layer: int = 0

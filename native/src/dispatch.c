@@ -1,0 +1,67 @@
+/* Which instruction sets there are, what a status means, and whether a matrix makes sense. */
+#include "internal.h"
+
+#ifdef GLM53_HAS_X86
+#include <cpuid.h>
+
+static bool has_avx2(void) {
+    unsigned a, b, c, d;
+    /* The built-in looks at the operating system's part, too; it has no name for F16C in older compilers. */
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+const char *glm53_status_text(int32_t status) {
+    switch (status) {
+        case GLM53_OK:
+            return "ok";
+        case GLM53_BAD_ARGUMENT:
+            return "an argument is null or out of range";
+        case GLM53_BAD_SHAPE:
+            return "features must be positive multiples of 128 that fit together";
+        case GLM53_BAD_CODEBOOK:
+            return "unknown codebook, or bits per weight that it does not have";
+        case GLM53_BAD_PICK:
+            return "a pick is neither -1 nor an expert of the table";
+        case GLM53_NO_MEMORY:
+            return "out of memory";
+        case GLM53_NO_THREAD:
+            return "a worker thread could not be started";
+        case GLM53_NO_ISA:
+            return "this CPU or this build lacks the instruction set";
+        case GLM53_BUSY:
+            return "the pool is running another job";
+        default:
+            return "unknown status";
+    }
+}
+
+const glm53_tier *glm53_find_tier(int32_t isa) {
+    if (isa == GLM53_ISA_SCALAR) return &glm53_tier_scalar;
+#ifdef GLM53_HAS_X86
+    if ((isa == GLM53_ISA_AVX2 || isa == GLM53_ISA_AUTO) && has_avx2()) return &glm53_tier_avx2;
+#endif
+    return isa == GLM53_ISA_AUTO ? &glm53_tier_scalar : NULL;
+}
+
+uint32_t glm53_isa_mask(void) {
+    uint32_t mask = 0;
+    for (int32_t isa = GLM53_ISA_SCALAR; isa <= GLM53_ISA_AVX512; isa++) {
+        if (glm53_find_tier(isa)) mask |= 1u << isa;
+    }
+    return mask;
+}
+
+int32_t glm53_matrix_check(const glm53_matrix *matrix) {
+    if (!matrix || !matrix->trellis || !matrix->suh || !matrix->svh) return GLM53_BAD_ARGUMENT;
+    if (matrix->in_features < GLM53_BLOCK || matrix->in_features % GLM53_BLOCK) return GLM53_BAD_SHAPE;
+    if (matrix->out_features < GLM53_BLOCK || matrix->out_features % GLM53_BLOCK) return GLM53_BAD_SHAPE;
+    int32_t bits_x2 = matrix->bits_x2;
+    bool is_mul1 = matrix->codebook == GLM53_CODEBOOK_MUL1;
+    if (matrix->codebook < GLM53_CODEBOOK_DEFAULT || matrix->codebook > GLM53_CODEBOOK_MUL1) {
+        return GLM53_BAD_CODEBOOK;
+    }
+    if (bits_x2 >= 2 && bits_x2 <= 16 && bits_x2 % 2 == 0) return GLM53_OK;
+    return is_mul1 && (bits_x2 == 3 || bits_x2 == 5 || bits_x2 == 7) ? GLM53_OK : GLM53_BAD_CODEBOOK;
+}

@@ -1,0 +1,52 @@
+/* How a product is cut into tasks; shared by one linear and the expert FFN. Not installed. */
+#ifndef GLM53_PRODUCT_H
+#define GLM53_PRODUCT_H
+
+#include "internal.h"
+
+/* The cut of a matrix. It follows from the shape alone, since it fixes the order of the sums: blocks of k are
+ * summed within a chunk, the chunks' sums are added in order.
+ *
+ *            n: bands of at most 128 tiles (2048 columns), whose sums stay in the L1 and L2 caches
+ *            +--------+--------+----
+ *   k chunk  | task 0 | task 1 |        a task reads one run of packed tiles if there is one band,
+ *            +--------+--------+----    runs of 128 tiles otherwise
+ *   k chunk  | task 2 | ...
+ */
+typedef struct {
+    int32_t num_blocks, chunk_blocks, num_chunks;
+    int32_t num_tiles, band_tiles, num_bands;
+} glm53_cut;
+
+glm53_cut glm53_cut_matrix(const glm53_matrix *matrix);
+
+/* Up to this many rows a product keeps one partial sum per chunk (few); beyond, tasks are 128 columns of all
+ * k (wide). Both sum in the same order, so the choice changes no bit. */
+enum { GLM53_FEW_ROWS = 8 };
+
+/* One product of a job: prepared blocks in, sums before the output transform out. */
+typedef struct {
+    const glm53_matrix *matrix;
+    int32_t precision;
+    int32_t rows;
+    bool is_wide;
+    glm53_cut cut;
+    float *x;          /* prepared, see glm53_rect */
+    float *parts;      /* few: (chunks, rows, out); wide: (rows, out) */
+    int32_t num_parts; /* 1 or num_chunks */
+} glm53_product;
+
+/* Set everything but x and parts. */
+glm53_product glm53_product_of(const glm53_pool *pool, const glm53_matrix *matrix, int32_t rows,
+                               int32_t precision, bool is_wide);
+int64_t glm53_product_tasks(const glm53_product *product);
+size_t glm53_product_part_floats(const glm53_product *product);
+/* Do one task. temp: (rows, 128) floats of the calling thread, used if wide. */
+void glm53_product_task(const glm53_tier *tier, const glm53_product *product, int64_t task, float *temp);
+/* Prepare row r of x (in) for the product. */
+void glm53_product_prepare(const glm53_tier *tier, const glm53_product *product, int32_t r, const float *x);
+/* y[128]: columns [128 * block, + 128) of row r, after the output transform. */
+void glm53_product_finish(const glm53_tier *tier, const glm53_product *product, int32_t r, int32_t block,
+                          float *y);
+
+#endif

@@ -1,0 +1,262 @@
+/* Every kernel of every instruction set in buffers of exact size, against the scalar one: run it under ASan
+ * and UBSan. */
+#include <string.h>
+
+#include "check.h"
+
+static const int32_t ROWS[] = {1, 2, 3, 4, 5, 8, 9, 13};
+enum { NUM_ROWS = sizeof ROWS / sizeof *ROWS };
+
+static void compare_decode(glm53_pool *pool, glm53_pool *scalar, const glm53_matrix *matrix) {
+    size_t count = (size_t)matrix->in_features * (size_t)matrix->out_features;
+    float *a = nan_floats(count), *b = nan_floats(count);
+    CHECK(glm53_decode(pool, matrix, a) == GLM53_OK);
+    CHECK(glm53_decode(scalar, matrix, b) == GLM53_OK);
+    CHECK(memcmp(a, b, count * sizeof *a) == 0);
+    free(a);
+    free(b);
+}
+
+static void compare_linear(glm53_pool *pool, glm53_pool *scalar, const glm53_matrix *matrix,
+                           int32_t precision) {
+    uint32_t seed = 7;
+    for (int32_t i = 0; i < NUM_ROWS; i++) {
+        size_t count = (size_t)ROWS[i] * (size_t)matrix->out_features;
+        float *x = random_floats(&seed, (size_t)ROWS[i] * (size_t)matrix->in_features);
+        float *a = nan_floats(count), *b = nan_floats(count);
+        CHECK(glm53_linear(pool, matrix, x, ROWS[i], precision, a) == GLM53_OK);
+        CHECK(glm53_linear(scalar, matrix, x, ROWS[i], precision, b) == GLM53_OK);
+        CHECK(difference(a, b, count) < 1e-5); /* both round: twice the bound against exact arithmetic */
+        free(x);
+        free(a);
+        free(b);
+    }
+}
+
+static void test_every_format(glm53_pool *pool, glm53_pool *scalar) {
+    uint32_t seed = 1;
+    for (int32_t codebook = 0; codebook <= GLM53_CODEBOOK_MUL1; codebook++) {
+        for (int32_t bits_x2 = 2; bits_x2 <= 16; bits_x2++) {
+            glm53_matrix matrix = random_matrix(&seed, 128, 256, bits_x2, codebook);
+            if (glm53_matrix_check(&matrix) == GLM53_OK) {
+                compare_decode(pool, scalar, &matrix);
+                compare_linear(pool, scalar, &matrix, GLM53_EXACT32);
+                compare_linear(pool, scalar, &matrix, GLM53_FAST16);
+            }
+            free_matrix(&matrix);
+        }
+    }
+}
+
+/* Weights at an odd multiple of two bytes, ending where the allocation ends. */
+static void test_unaligned_weights(glm53_pool *pool, glm53_pool *scalar) {
+    uint32_t seed = 2;
+    glm53_matrix matrix = random_matrix(&seed, 128, 128, 6, GLM53_CODEBOOK_MUL1);
+    enum { HALVES = 8 * 8 * 48 };
+    uint16_t *room = items(HALVES + 1, sizeof *room);
+    memcpy(room + 1, matrix.trellis, HALVES * sizeof *room);
+    glm53_matrix moved = matrix;
+    moved.trellis = room + 1;
+    compare_decode(pool, scalar, &moved);
+    compare_linear(pool, scalar, &moved, GLM53_EXACT32);
+    compare_linear(pool, scalar, &moved, GLM53_FAST16);
+    free(room);
+    free_matrix(&matrix);
+}
+
+static void test_experts(glm53_pool *pool, glm53_pool *scalar) {
+    enum { HIDDEN = 256, INNER = 128, EXPERTS = 3, PICKS = 3 };
+    uint32_t seed = 3;
+    glm53_expert table[EXPERTS];
+    for (int32_t e = 0; e < EXPERTS; e++) {
+        table[e].gate = random_matrix(&seed, HIDDEN, INNER, 6, GLM53_CODEBOOK_MUL1);
+        table[e].up = random_matrix(&seed, HIDDEN, INNER, 5, GLM53_CODEBOOK_MUL1);
+        table[e].down = random_matrix(&seed, INNER, HIDDEN, 8, GLM53_CODEBOOK_MCG);
+    }
+    for (int32_t i = 0; i < NUM_ROWS; i++) {
+        size_t rows = (size_t)ROWS[i], count = rows * HIDDEN;
+        int32_t *picks = items(rows * PICKS, sizeof *picks);
+        for (size_t p = 0; p < rows * PICKS; p++)
+            picks[p] = (int32_t)(next_random(&seed) % (EXPERTS + 1)) - 1;
+        picks[0] = 1;
+        float *x = random_floats(&seed, count), *weights = random_floats(&seed, rows * PICKS);
+        float *a = nan_floats(count), *b = nan_floats(count);
+        glm53_expert_job job = {.table = table, .x = x, .picks = picks, .weights = weights, .y = a};
+        job.num_experts = EXPERTS;
+        job.rows = ROWS[i];
+        job.num_picks = PICKS;
+        job.limit = 0.5f;
+        job.clamp = i % 2 ? GLM53_CLAMP_GATE : GLM53_CLAMP_ACTIVATION;
+        CHECK(glm53_experts(pool, &job) == GLM53_OK);
+        job.y = b;
+        CHECK(glm53_experts(scalar, &job) == GLM53_OK);
+        CHECK(difference(a, b, count) < 1e-5);
+        picks[rows * PICKS - 1] = EXPERTS;
+        CHECK(glm53_experts(pool, &job) == GLM53_BAD_PICK);
+        free(picks);
+        free(x);
+        free(weights);
+        free(a);
+        free(b);
+    }
+    for (int32_t e = 0; e < EXPERTS; e++) {
+        free_matrix(&table[e].gate);
+        free_matrix(&table[e].up);
+        free_matrix(&table[e].down);
+    }
+}
+
+static void test_plain_linear(glm53_pool *pool, glm53_pool *scalar) {
+    uint32_t seed = 4;
+    static const int32_t WIDTHS[] = {8, 40, 1032};
+    for (int32_t i = 0; i < NUM_ROWS * 3; i++) {
+        int32_t rows = ROWS[i % NUM_ROWS], width = WIDTHS[i / NUM_ROWS], outs = 1 + i;
+        size_t count = (size_t)rows * (size_t)outs;
+        float *x = random_floats(&seed, (size_t)rows * (size_t)width);
+        float *w = random_floats(&seed, (size_t)outs * (size_t)width);
+        uint16_t *h = random_scales(&seed, (size_t)outs * (size_t)width);
+        float *a = nan_floats(count), *b = nan_floats(count);
+        CHECK(glm53_plain_linear(pool, w, 0, width, outs, x, rows, a) == GLM53_OK);
+        CHECK(glm53_plain_linear(scalar, w, 0, width, outs, x, rows, b) == GLM53_OK);
+        CHECK(difference(a, b, count) < 1e-4); /* few sums of random signs may nearly cancel */
+        CHECK(glm53_plain_linear(pool, h, 1, width, outs, x, rows, a) == GLM53_OK);
+        CHECK(glm53_plain_linear(scalar, h, 1, width, outs, x, rows, b) == GLM53_OK);
+        CHECK(difference(a, b, count) < 1e-4);
+        free(x);
+        free(w);
+        free(h);
+        free(a);
+        free(b);
+    }
+}
+
+static void test_norm_and_streams(glm53_pool *pool, glm53_pool *scalar) {
+    enum { N = 1032, R = 3 };
+    uint32_t seed = 5;
+    float *x = random_floats(&seed, R * 4 * N), *fn = random_floats(&seed, 24 * 4 * N);
+    float *base = random_floats(&seed, 24), *scale = random_floats(&seed, 3),
+          *y = random_floats(&seed, R * N);
+    float *u[2], *post[2], *comb[2], *out[2], *norm[2];
+    glm53_pool *pools[2] = {pool, scalar};
+    for (int32_t i = 0; i < 2; i++) {
+        u[i] = nan_floats(R * N);
+        post[i] = nan_floats(R * 4);
+        comb[i] = nan_floats(R * 16);
+        out[i] = nan_floats(R * 4 * N);
+        norm[i] = nan_floats(R * N);
+        glm53_mhc_job job = {.x = x, .fn = fn, .base = base, .scale = scale, .u = u[i], .post = post[i]};
+        job.comb = comb[i];
+        job.rows = R;
+        job.hidden = N;
+        job.sinkhorn_iters = 20;
+        job.norm_eps = job.eps = 1e-6f;
+        CHECK(glm53_mhc_site(pools[i], &job) == GLM53_OK);
+        CHECK(glm53_mhc_apply(pools[i], x, y, post[i], comb[i], R, N, out[i]) == GLM53_OK);
+        CHECK(glm53_rms_norm(pools[i], y, x, R, N, 1e-5f, norm[i]) == GLM53_OK);
+    }
+    CHECK(difference(u[0], u[1], R * N) < 1e-5);
+    CHECK(difference(comb[0], comb[1], R * 16) < 1e-4);
+    CHECK(difference(out[0], out[1], R * 4 * N) < 1e-4);
+    CHECK(difference(norm[0], norm[1], R * N) < 1e-5);
+    for (int32_t i = 0; i < 2; i++) {
+        free(u[i]);
+        free(post[i]);
+        free(comb[i]);
+        free(out[i]);
+        free(norm[i]);
+    }
+    free(x);
+    free(fn);
+    free(base);
+    free(scale);
+    free(y);
+}
+
+static void test_recurrences(glm53_pool *pool, glm53_pool *scalar) {
+    enum { HEADS = 2, TOKENS = 3, D = 128, CHANNELS = 264 };
+    uint32_t seed = 6;
+    size_t count = HEADS * TOKENS * D;
+    float *q = random_floats(&seed, count), *k = random_floats(&seed, count),
+          *v = random_floats(&seed, count);
+    float *g = random_floats(&seed, count), *beta = random_floats(&seed, HEADS * TOKENS);
+    for (size_t i = 0; i < count; i++) {
+        k[i] *= 0.1f;
+        g[i] -= 1.0f;
+    }
+    float *x = random_floats(&seed, TOKENS * CHANNELS), *weight = random_floats(&seed, 4 * CHANNELS);
+    float *o[2], *y[2], *state[2], *columns[2];
+    glm53_pool *pools[2] = {pool, scalar};
+    for (int32_t i = 0; i < 2; i++) {
+        seed = 60;
+        state[i] = random_floats(&seed, HEADS * D * D);
+        columns[i] = random_floats(&seed, 3 * CHANNELS);
+        o[i] = nan_floats(count);
+        y[i] = nan_floats(TOKENS * CHANNELS);
+        glm53_kda_job kda = {.states = &state[i], .q = q, .k = k, .v = v, .g = g, .beta = beta, .o = o[i]};
+        kda.num_sequences = 1;
+        kda.tokens = TOKENS;
+        kda.heads = HEADS;
+        CHECK(glm53_kda(pools[i], &kda) == GLM53_OK);
+        glm53_conv_job conv = {
+            .states = &columns[i], .x = x, .weight = weight, .y = y[i], .num_sequences = 1};
+        conv.tokens = TOKENS;
+        conv.channels = CHANNELS;
+        CHECK(glm53_conv(pools[i], &conv) == GLM53_OK);
+    }
+    CHECK(difference(o[0], o[1], count) < 1e-5);
+    CHECK(difference(state[0], state[1], HEADS * D * D) < 1e-5);
+    CHECK(difference(y[0], y[1], TOKENS * CHANNELS) < 1e-5);
+    CHECK(memcmp(columns[0], x, 3 * CHANNELS * sizeof *x) == 0);
+    float *buffers[] = {q,    k,    v,    g,        beta,     x,          weight,    o[0],
+                        o[1], y[0], y[1], state[0], state[1], columns[0], columns[1]};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
+}
+
+static void test_arguments_are_checked(glm53_pool *pool) {
+    uint32_t seed = 8;
+    glm53_matrix good = random_matrix(&seed, 128, 128, 6, GLM53_CODEBOOK_MUL1), bad = good;
+    float x[128] = {0}, y[128];
+    CHECK(glm53_linear(NULL, &good, x, 1, GLM53_EXACT32, y) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_linear(pool, &good, NULL, 1, GLM53_EXACT32, y) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_linear(pool, &good, x, 0, GLM53_EXACT32, y) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_linear(pool, &good, x, 1, 2, y) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_linear(pool, NULL, x, 1, GLM53_EXACT32, y) == GLM53_BAD_ARGUMENT);
+    bad.in_features = 192;
+    CHECK(glm53_linear(pool, &bad, x, 1, GLM53_EXACT32, y) == GLM53_BAD_SHAPE);
+    bad = good;
+    bad.bits_x2 = 18;
+    CHECK(glm53_linear(pool, &bad, x, 1, GLM53_EXACT32, y) == GLM53_BAD_CODEBOOK);
+    bad.bits_x2 = 5;
+    bad.codebook = GLM53_CODEBOOK_MCG;
+    CHECK(glm53_decode(pool, &bad, y) == GLM53_BAD_CODEBOOK);
+    CHECK(glm53_hadamard(pool, x, 1, 64, y) == GLM53_BAD_SHAPE);
+    CHECK(glm53_rms_norm(pool, x, NULL, 1, 12, 0.0f, y) == GLM53_BAD_SHAPE);
+    CHECK(glm53_experts(pool, NULL) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_kda(pool, NULL) == GLM53_BAD_ARGUMENT);
+    glm53_pool *none;
+    glm53_pool_config config = {.num_threads = 0};
+    CHECK(glm53_pool_create(&config, &none) == GLM53_BAD_ARGUMENT && !none);
+    CHECK(glm53_pool_create(NULL, &none) == GLM53_BAD_ARGUMENT);
+    for (int32_t status = -1; status <= GLM53_BUSY + 1; status++) CHECK(glm53_status_text(status)[0]);
+    glm53_pool_destroy(NULL);
+    free_matrix(&good);
+}
+
+int main(void) {
+    glm53_pool *scalar = make_pool(1, GLM53_ISA_SCALAR);
+    for (int32_t isa = GLM53_ISA_SCALAR; isa <= GLM53_ISA_AVX512; isa++) {
+        if (!(glm53_isa_mask() >> isa & 1)) continue;
+        glm53_pool *pool = make_pool(2, isa);
+        test_every_format(pool, scalar);
+        test_unaligned_weights(pool, scalar);
+        test_experts(pool, scalar);
+        test_plain_linear(pool, scalar);
+        test_norm_and_streams(pool, scalar);
+        test_recurrences(pool, scalar);
+        test_arguments_are_checked(pool);
+        glm53_pool_destroy(pool);
+        printf("kernels: instruction set %d ok\n", isa);
+    }
+    glm53_pool_destroy(scalar);
+    return 0;
+}

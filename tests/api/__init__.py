@@ -1,0 +1,1 @@
+"""Tests of the HTTP shell and the text pipeline."""

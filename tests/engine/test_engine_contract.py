@@ -1,0 +1,193 @@
+"""What every engine owes the step loop. One suite over all engines that this machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from glm53srv.engine.base import Engine, EngineLimits, SequenceStart, StepPlan
+from glm53srv.engine.cpu import CpuEngine, EngineOptions
+from glm53srv.engine.fake import FakeEngine
+from glm53srv.request import SamplingParams
+from tests.engine.plans import GREEDY, Driver, Stream
+
+EngineMaker = Callable[[], Engine]
+PROMPT = tuple(range(300, 340))
+
+
+def make_fake() -> Engine:
+    limits = EngineLimits(
+        max_streams=4,
+        max_context_tokens=2048,
+        max_chunk_tokens=64,
+        page_tokens=256,
+        num_pages=8,
+        num_layers=8,
+        vocab_size=2304,
+        eos_token_ids=(2256, 2263, 2265),
+    )
+    return FakeEngine(limits)
+
+
+@pytest.fixture(params=["fake", "cpu"])
+def engine(request: pytest.FixtureRequest, random_model_dir: Path) -> Iterator[Engine]:
+    if request.param == "fake":
+        made = make_fake()
+    else:
+        made = CpuEngine.load(random_model_dir, EngineOptions(cache_tokens=2048, max_chunk_tokens=64))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def driver(engine: Engine) -> Driver:
+    return Driver(engine)
+
+
+def test_limits_are_whole_and_consistent(engine: Engine) -> None:
+    limits = engine.limits
+    assert limits.max_streams == 4
+    assert limits.max_context_tokens <= limits.page_tokens * limits.num_pages
+    assert limits.max_chunk_tokens == 64
+    assert limits.num_layers == 8
+    assert all(0 <= token_id < limits.vocab_size for token_id in limits.eos_token_ids)
+
+
+def test_a_step_without_work_gives_nothing(driver: Driver) -> None:
+    result = driver.step()
+    assert (result.tokens, result.prefill_done) == ((), False)
+    assert (result.stats.prefill_s, result.stats.decode_s) == (0.0, 0.0)
+
+
+def test_prefill_samples_once_after_the_last_layer_of_the_last_chunk(driver: Driver) -> None:
+    stream = Stream(slot=0, prompt=PROMPT, page_ids=(0,))
+    driver.prefill(stream, chunk=16, layer_cuts=(3, 5))  # asserts done and tokens of each slice
+    assert len(stream.output) == 1
+
+
+def test_tokens_come_in_plan_order_and_the_prefill_last(driver: Driver) -> None:
+    first, second = Stream(2, PROMPT, (0,)), Stream(0, PROMPT[:9], (1,))
+    driver.prefill(first)
+    driver.prefill(second)
+    third = Stream(3, PROMPT[5:], (2,))
+    (piece,) = third.slices(driver.engine, 64)
+    result = driver.step(piece, decode=[second, first])
+    assert [token.slot for token in result.tokens] == [0, 2, 3]
+
+
+def test_warm_up_leaves_no_trace(engine: Engine) -> None:
+    engine.warm_up()
+    driver, stream = Driver(engine), Stream(0, PROMPT, (0,))
+    driver.prefill(stream)
+    driver.decode([stream], 3)
+    assert len(stream.output) == 4
+
+
+def test_same_tokens_at_every_chunk_length_and_layer_cut(driver: Driver) -> None:
+    outputs = []
+    for chunk, cuts in ((64, ()), (16, ()), (64, (1,)), (64, range(1, 8)), (7, (4,))):
+        stream = Stream(0, PROMPT, (3,))
+        driver.prefill(stream, chunk, cuts)
+        driver.decode([stream], 5)
+        driver.release([stream])
+        outputs.append(stream.output)
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_a_sequence_gives_the_same_tokens_alone_and_beside_others(driver: Driver) -> None:
+    alone = Stream(0, PROMPT, (0,))
+    driver.prefill(alone)
+    driver.decode([alone], 6)
+    driver.release([alone])
+    streams = [Stream(slot, PROMPT[slot:], (slot + 1,)) for slot in range(4)]
+    for index, stream in enumerate(streams):
+        driver.prefill(stream, layer_cuts=(2, 6), beside=streams[1:index])
+    driver.decode(streams, 6)
+    assert streams[0].output[:7] == alone.output
+
+
+def test_release_forgets_and_a_slot_starts_afresh(driver: Driver) -> None:
+    first = Stream(1, PROMPT, (0,))
+    driver.prefill(first)
+    driver.decode([first], 4)
+    driver.release([first])
+    other = Stream(1, PROMPT[::-1], (0,))
+    driver.prefill(other)
+    driver.release([other])
+    again = Stream(1, PROMPT, (5,))
+    driver.prefill(again)
+    driver.decode([again], 4)
+    assert again.output == first.output
+
+
+@pytest.mark.parametrize("layer", [1, 4, 7])
+def test_release_in_the_middle_of_a_chunk(driver: Driver, layer: int) -> None:
+    beside = Stream(0, PROMPT, (0,))
+    driver.prefill(beside)
+    dropped = Stream(1, PROMPT[3:], (1,))
+    driver.step(dropped.slices(driver.engine, 64, (layer,))[0], [])
+    driver.release([dropped])
+    fresh = Stream(1, PROMPT, (1,))
+    driver.prefill(fresh)
+    assert fresh.output == beside.output
+
+
+def test_releasing_an_unknown_slot_is_ignored(driver: Driver) -> None:
+    driver.step(release=(0, 3, 17))
+
+
+def test_release_and_start_of_a_slot_in_one_step(driver: Driver) -> None:
+    first = Stream(0, PROMPT, (0,))
+    driver.prefill(first)
+    second = Stream(0, PROMPT, (0,))
+    (piece,) = second.slices(driver.engine, 64)
+    result = driver.step(piece, release=(0,))
+    assert [token.token_id for token in result.tokens] == first.output
+
+
+def test_recomputing_prompt_and_output_continues_the_sequence(driver: Driver) -> None:
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    stream = Stream(0, PROMPT, (0,), sampling, seed=7)
+    driver.prefill(stream)
+    driver.decode([stream], 5)
+    driver.release([stream])
+    kept = tuple(stream.output[:3])
+    resumed = Stream(0, PROMPT + kept, (4,), sampling, seed=7)
+    pieces = resumed.slices(driver.engine, 64)
+    start = SequenceStart("request-0", sampling, 7, PROMPT, kept)
+    (piece,) = pieces
+    piece = type(piece)(
+        piece.slot, piece.token_ids, 0, piece.page_ids, 0, piece.layer_end, is_last_chunk=True, start=start
+    )
+    result = driver.step(piece)
+    assert result.tokens[0].token_id == stream.output[3]
+
+
+def test_sampling_parameters_reach_the_sampler(driver: Driver) -> None:
+    sampling = SamplingParams(temperature=0.0, logit_bias=((400, 100.0),), num_logprobs=2)
+    stream = Stream(0, PROMPT, (0,), sampling)
+    driver.prefill(stream)
+    assert stream.output == [400]
+    assert stream.tokens[0].logprobs is not None
+    assert len(stream.tokens[0].logprobs.top) == 2
+
+
+def test_close_is_idempotent_and_nothing_may_follow(engine: Engine) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(Exception, match="after close"):
+        engine.step(StepPlan(0))
+
+
+def test_pages_are_found_through_the_page_ids(driver: Driver) -> None:
+    prompt = tuple(300 + i % 500 for i in range(270))
+    outputs = []
+    for pages in ((0, 1), (5, 2)):
+        stream = Stream(0, prompt, pages, GREEDY)
+        driver.prefill(stream)
+        driver.decode([stream], 3)
+        driver.release([stream])
+        outputs.append(stream.output)
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,99 @@
+"""Building the kernels: both forms open, nothing is built twice, and a failure shows the compiler's words.
+
+Each build goes into a folder of its own, so that the library under test elsewhere stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cffi_build.build import BuildError, Sources, build, target_name
+from glm53srv.native_library import NativeLibrary, open_library
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PORTABLE = "cc -DGLM53_PORTABLE"
+"""Compiles the scalar kernels only: a quarter of the time, for tests of the build itself."""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Copy the native tree, so that a test may change it."""
+    shutil.copytree(ROOT / "native", tmp_path / "native")
+    (tmp_path / "package").mkdir()
+    return tmp_path
+
+
+def _status_text(library: NativeLibrary, status: int) -> str:
+    return str(library.ffi.string(library.lib.glm53_status_text(status)).decode())
+
+
+@pytest.mark.parametrize("mode", ["api", "abi"])
+def test_each_mode_builds_a_library_that_opens(checkout: Path, mode: str) -> None:
+    message = build(checkout, checkout / "package", mode=mode)
+    library = open_library(checkout / "package")
+    assert "built" in message
+    assert target_name(mode) in message
+    assert library.mode == mode
+    assert _status_text(library, library.lib.GLM53_BUSY) == "the pool is running another job"
+    assert library.features().isas == open_library().features().isas
+
+
+def test_second_build_does_nothing_until_a_source_changes(checkout: Path) -> None:
+    package = checkout / "package"
+    build(checkout, package, compiler=PORTABLE, mode="abi")
+    assert "up to date" in build(checkout, package, compiler=PORTABLE, mode="abi")
+    source = checkout / "native" / "src" / "dispatch.c"
+    source.write_text(source.read_text() + "\n/* changed */\n")
+    assert "built" in build(checkout, package, compiler=PORTABLE, mode="abi")
+
+
+def test_changing_the_mode_removes_the_other_form(checkout: Path) -> None:
+    package = checkout / "package"
+    build(checkout, package, compiler=PORTABLE, mode="api")
+    build(checkout, package, compiler=PORTABLE, mode="abi")
+    assert sorted(path.name for path in package.iterdir()) == ["_kernels_abi.so", "_kernels_build.json"]
+    assert json.loads((package / "_kernels_build.json").read_text())["mode"] == "abi"
+
+
+def test_failed_build_shows_the_compilers_words(checkout: Path) -> None:
+    (checkout / "native" / "src" / "broken.c").write_text("int broken(void) { return missing; }\n")
+    with pytest.raises(BuildError, match=r"missing.* undeclared|undeclared identifier.*missing"):
+        build(checkout, checkout / "package", compiler=PORTABLE, mode="abi")
+    assert not list((checkout / "package").iterdir())
+
+
+def test_missing_compiler_says_what_to_install(checkout: Path) -> None:
+    with pytest.raises(BuildError, match="cannot run the C compiler 'no-such-compiler'"):
+        build(checkout, checkout / "package", compiler="no-such-compiler", mode="abi")
+
+
+def test_missing_python_header_falls_back_and_says_so(checkout: Path) -> None:
+    message = build(checkout, checkout / "package", compiler=PORTABLE, mode="auto", include=checkout)
+    assert "_kernels_abi.so" in message
+    assert "no Python.h" in message
+
+
+def test_command_prints_one_line(checkout: Path) -> None:
+    command = [sys.executable, "-m", "cffi_build", "--mode", "abi", "--out", str(checkout / "package")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.count("\n") == 1
+    assert "_kernels_abi.so" in done.stdout
+
+
+def test_portable_build_needs_no_x86_instruction_set(checkout: Path) -> None:
+    build(checkout, checkout / "package", compiler=PORTABLE, mode="abi")
+    isas = [isa.name for isa in open_library(checkout / "package").features().isas]
+    assert isas == ["SCALAR"]
+
+
+def test_declarations_come_from_the_header() -> None:
+    cdef = Sources(ROOT).cdef()
+    assert "glm53_experts" in cdef
+    assert "#" not in cdef

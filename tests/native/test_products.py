@@ -1,0 +1,137 @@
+"""Linear and expert products against float64, and that a row's bits depend on the row alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from glm53srv.kernels import Clamp, KernelPool, Precision
+from reference import exl3
+from tests.native.builders import (
+    ALL_FORMATS,
+    TOLERANCE,
+    as_matrix,
+    as_table,
+    expert_sum,
+    random_experts,
+    relative_rms,
+)
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+@pytest.mark.parametrize(("codebook", "bits"), ALL_FORMATS)
+def test_linear_matches_float64(pool: KernelPool, codebook: str, bits: float, precision: Precision) -> None:
+    rng = np.random.default_rng(1)
+    tensors = exl3.random_tensors(rng, 512, 384, bits, codebook, bias=True)
+    x = rng.normal(size=(3, 512)).astype(np.float32)
+    matrix = as_matrix(tensors)
+    y = pool.linear(x, matrix, precision)
+    used = pool.effective_precision(matrix, precision)
+    assert relative_rms(y, exl3.linear(x.astype(np.float64), tensors)) < TOLERANCE[used]
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+@pytest.mark.parametrize("rows", [*range(1, 20), 31, 32, 33, 64, 67])
+def test_linear_handles_any_row_count(pool: KernelPool, rows: int, precision: Precision) -> None:
+    rng = np.random.default_rng(rows)
+    tensors = exl3.random_tensors(rng, 256, 128, 3, "mul1")
+    x = rng.normal(size=(rows, 256)).astype(np.float32)
+    y = pool.linear(x, as_matrix(tensors), precision)
+    assert relative_rms(y, exl3.linear(x.astype(np.float64), tensors)) < TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+@pytest.mark.parametrize("shape", [(128, 128), (128, 4224), (4096, 128), (1152, 2176)])
+def test_linear_handles_every_cut_of_a_matrix(
+    pool: KernelPool, shape: tuple[int, int], precision: Precision
+) -> None:
+    rng = np.random.default_rng(7)
+    tensors = exl3.random_tensors(rng, *shape, 3, "mul1")
+    x = rng.normal(size=(2, shape[0])).astype(np.float32)
+    y = pool.linear(x, as_matrix(tensors), precision)
+    assert relative_rms(y, exl3.linear(x.astype(np.float64), tensors)) < TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+def test_linear_row_bits_do_not_depend_on_other_rows(pool: KernelPool, precision: Precision) -> None:
+    rng = np.random.default_rng(3)
+    matrix = as_matrix(exl3.random_tensors(rng, 1280, 384, 3, "mul1"))
+    x = rng.normal(size=(40, 1280)).astype(np.float32)
+    alone = np.concatenate([pool.linear(x[r : r + 1], matrix, precision) for r in range(len(x))])
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 17, 40):
+        np.testing.assert_array_equal(pool.linear(x[:rows], matrix, precision), alone[:rows])
+    order = rng.permutation(8)
+    np.testing.assert_array_equal(pool.linear(x[order], matrix, precision), alone[order])
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+def test_bits_do_not_depend_on_thread_count(pool: KernelPool, precision: Precision) -> None:
+    experts = random_experts(5, 3, 256, 384)
+    table = as_table(experts)
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(5, 256)).astype(np.float32)
+    picks = rng.integers(0, 3, (5, 2), dtype=np.int32)
+    weights = rng.uniform(size=(5, 2)).astype(np.float32)
+    expected = pool.experts(x, table, picks, weights, 10.0, precision=precision)
+    for num_threads in (1, 2, 3):
+        with KernelPool(num_threads, pool.isa) as other:
+            for _ in range(3):
+                y = other.experts(x, table, picks, weights, 10.0, precision=precision)
+                np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+@pytest.mark.parametrize("clamp", list(Clamp), ids=lambda clamp: clamp.name)
+@pytest.mark.parametrize("limit", [0.0, 0.7])
+def test_experts_match_float64(pool: KernelPool, limit: float, clamp: Clamp, precision: Precision) -> None:
+    experts = random_experts(11, 5, 384, 256)
+    rng = np.random.default_rng(11)
+    x = rng.normal(size=(7, 384)).astype(np.float32)
+    picks = rng.integers(-1, 5, (7, 3), dtype=np.int32)
+    picks[4] = -1
+    weights = rng.uniform(size=(7, 3)).astype(np.float32)
+    y = pool.experts(x, as_table(experts), picks, weights, limit, clamp, precision)
+    expected = expert_sum(x, experts, picks, weights, limit, clamps_gate=clamp is Clamp.GATE)
+    assert relative_rms(y, expected) < TOLERANCE[precision]
+    assert not y[4].any()
+
+
+@pytest.mark.parametrize("rows", [*range(1, 12), 67])
+def test_experts_handle_any_row_count(pool: KernelPool, rows: int) -> None:
+    experts = random_experts(2, 4, 128, 256)
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, 128)).astype(np.float32)
+    picks = rng.integers(-1, 4, (rows, 3), dtype=np.int32)
+    picks[0, 0] = 2
+    weights = rng.uniform(size=(rows, 3)).astype(np.float32)
+    y = pool.experts(x, as_table(experts), picks, weights, 10.0)
+    assert relative_rms(y, expert_sum(x, experts, picks, weights, 10.0)) < TOLERANCE[Precision.EXACT32]
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+def test_expert_row_bits_do_not_depend_on_other_rows(pool: KernelPool, precision: Precision) -> None:
+    table = as_table(random_experts(13, 4, 256, 384))
+    rng = np.random.default_rng(13)
+    x = rng.normal(size=(30, 256)).astype(np.float32)
+    picks = rng.integers(-1, 4, (30, 3), dtype=np.int32)
+    weights = rng.uniform(size=(30, 3)).astype(np.float32)
+
+    def run(rows: list[int]) -> np.ndarray:
+        return pool.experts(x[rows], table, picks[rows], weights[rows], 1.0, precision=precision)
+
+    alone = np.concatenate([run([r]) for r in range(30)])
+    for count in (2, 3, 4, 5, 6, 7, 8, 9, 30):
+        rows = rng.permutation(30)[:count].tolist()
+        np.testing.assert_array_equal(run(rows), alone[rows])
+
+
+def test_one_expert_with_weight_one_is_a_plain_gated_ffn(pool: KernelPool) -> None:
+    experts = random_experts(17, 1, 128, 128)
+    x = np.random.default_rng(17).normal(size=(4, 128)).astype(np.float32)
+    y = pool.experts(x, as_table(experts), np.zeros((4, 1), np.int32), np.ones((4, 1), np.float32), 0.0)
+    assert relative_rms(y, exl3.gated_expert(x.astype(np.float64), *experts[0], 0.0)) < 1e-6
+
+
+def test_hadamard_matches_float64(pool: KernelPool) -> None:
+    x = np.random.default_rng(0).normal(size=(5, 384)).astype(np.float32)
+    assert relative_rms(pool.hadamard(x), exl3.hadamard(x.astype(np.float64))) < 3e-7

@@ -1,0 +1,80 @@
+"""Findings on laid-out machines: what is fatal, what only costs speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+
+from glm53srv.config import Config, load_config
+from glm53srv.doctor import Severity, as_json, examine, report, require_servable
+from glm53srv.engine.factory import choose_engine
+from glm53srv.errors import CheckpointError, ConfigError, MachineError
+from glm53srv.machine import MachineFacts, read_machine
+
+
+def config_for(model_dir: Path, *arguments: str) -> Config:
+    return load_config(["--model", str(model_dir), "--port", "0", *arguments], {})
+
+
+def machine(**changes: object) -> MachineFacts:
+    return dataclasses.replace(read_machine(), **changes)  # type: ignore[arg-type]  # a test names its own fields
+
+
+def severities(config: Config, facts: MachineFacts) -> dict[str, Severity]:
+    return {finding.name: finding.severity for finding in examine(config, facts)}
+
+
+def test_this_machine_can_serve_the_random_model(random_model_dir: Path) -> None:
+    config = config_for(random_model_dir)
+    findings = examine(config, read_machine())
+    assert as_json(findings)["ok"] is True
+    assert "speaks nonsense" in report(findings)
+    require_servable(config, read_machine())
+
+
+def test_too_little_memory_is_fatal_and_says_what_is_needed(random_model_dir: Path) -> None:
+    facts = machine(available_bytes=2**20, limit_bytes=None)
+    assert severities(config_for(random_model_dir), facts)["memory"] is Severity.FATAL
+    with pytest.raises(MachineError, match=r"too little memory: .* GiB, usable 0.0; .*--cache-tokens"):
+        require_servable(config_for(random_model_dir), facts)
+
+
+def test_a_control_group_limit_counts(random_model_dir: Path) -> None:
+    facts = machine(available_bytes=2**40, limit_bytes=2**20)
+    with pytest.raises(MachineError, match="control group limit"):
+        require_servable(config_for(random_model_dir), facts)
+
+
+def test_a_missing_checkpoint_is_fatal(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        require_servable(config_for(tmp_path / "none"), read_machine())
+
+
+def test_a_taken_port_is_fatal_and_names_the_flag(random_model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = config_for(random_model_dir, "--port", str(taken.getsockname()[1]))
+        with pytest.raises(ConfigError, match=r"cannot listen on .* choose with --port"):
+            require_servable(config, read_machine())
+
+
+def test_a_gpu_that_is_not_used_is_a_warning_with_the_reason(random_model_dir: Path) -> None:
+    facts = machine(nvidia_devices=("NVIDIA GeForce RTX 3090",))
+    config = config_for(random_model_dir)
+    assert severities(config, facts)["engine"] is Severity.WARNING
+    assert "RTX 3090 is not used" in choose_engine(config.engine, facts).reason
+
+
+def test_asking_for_cuda_is_refused(random_model_dir: Path) -> None:
+    with pytest.raises(MachineError, match="no CUDA engine"):
+        require_servable(config_for(random_model_dir, "--engine", "cuda"), read_machine())
+
+
+def test_more_threads_than_cores_is_a_warning(random_model_dir: Path) -> None:
+    assert severities(config_for(random_model_dir, "--threads", "64"), machine(num_cores=2))["threads"] is (
+        Severity.WARNING
+    )
