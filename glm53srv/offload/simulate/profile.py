@@ -96,6 +96,13 @@ RTX3090_ONE_COPY = RTX3090_TWO_COPIES.amended(
     {"cpu_expert_ms": 0.124},
 )
 
+RTX3090_SLOW_GATHER = RTX3090_ONE_COPY.amended(
+    "3090-slow-gather",
+    "measured: 14 to 14.5 GB/s gather while the CPU lane reads (GFO, one-copy engine); with it, its cost "
+    "rule believing 0.40 ms, the replay agrees with the measured one-copy run N137",
+    {"zero_copy_gb_s": 14.5},
+)
+
 RTX3090_EXACT = RTX3090_TWO_COPIES.amended(
     "3090-exact",
     "fixed part derived from GFO G066a at an assumed hit share, so its speed is no independent test; "
@@ -128,5 +135,12 @@ H200_AS_24GB = HardwareProfile(
 )
 
 PROFILES: Mapping[str, HardwareProfile] = {
-    profile.name: profile for profile in (RTX3090_TWO_COPIES, RTX3090_ONE_COPY, RTX3090_EXACT, H200_AS_24GB)
+    profile.name: profile
+    for profile in (
+        RTX3090_TWO_COPIES,
+        RTX3090_ONE_COPY,
+        RTX3090_SLOW_GATHER,
+        RTX3090_EXACT,
+        H200_AS_24GB,
+    )
 }
