@@ -294,9 +294,7 @@ class ResidencyPolicy:
         return slots[wanted]
 
     def _fill_free(self, room: int) -> Ints:
-        """Admit the hottest of this step's misses and the remembered keys into free slots; return the
-        slots.
-        """
+        """Admit the hottest misses and remembered keys into free slots; return the slots."""
         self._remembered = self._remembered[self._key_slot[self._remembered] < 0]
         free = np.flatnonzero(self._state[: self.capacity] == SlotState.FREE).astype(np.int32)[:room]
         if not len(free):

@@ -182,6 +182,11 @@ def test_overlapped_lanes_take_the_longer_of_both() -> None:
         assert time.total_ms - time.fixed_ms == pytest.approx(wanted)
 
 
+def test_the_fixed_part_is_known_for_any_number_of_streams() -> None:
+    fixed = [RTX3090_ONE_COPY.step_fixed_ms(count) for count in (1, 2, 3, 4, 8)]
+    assert fixed == pytest.approx([12.8, 14.5, 17.25, 20.0, 20.0])
+
+
 def test_every_constant_of_every_profile_has_a_source() -> None:
     for name, machine in PROFILES.items():
         assert machine.name == name
@@ -241,8 +246,8 @@ def test_a_chunk_bound_by_the_link_runs_at_its_rate() -> None:
     for _ in range(4):
         prefill.run_layer(np.arange(24), compute_ms=5.0)
     assert loop.device.now_ms == pytest.approx(4 * 24.0 + 5.0, abs=0.01)
-    with pytest.raises(ValueError, match="begun already"):
-        prefill.schedule.start()
+    with pytest.raises(ValueError, match="no layer left"):
+        prefill.run_layer(np.arange(24), compute_ms=5.0)
 
 
 def test_a_prefill_cannot_begin_before_its_slots_are_lent() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
+
 from glm53srv.offload.cost import CostModel
 
 
@@ -58,6 +60,11 @@ class HardwareProfile:
             zero_copy_ms=expert_bytes / (self.zero_copy_gb_s * 1e6),
             vram_expert_ms=self.vram_expert_ms,
         )
+
+    def step_fixed_ms(self, num_streams: int) -> float:
+        """Return fixed_ms for any number of streams: on a straight line between those given, level beyond."""
+        known = sorted(self.fixed_ms)
+        return float(np.interp(num_streams, known, [self.fixed_ms[count] for count in known]))
 
     def amended(self, name: str, source: str, changes: Mapping[str, object]) -> HardwareProfile:
         """Return a profile of another name with some fields replaced, all for one reason."""
