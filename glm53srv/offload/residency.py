@@ -222,7 +222,6 @@ class ResidencyPolicy:
         if not 0 <= num_slots <= self.capacity:
             raise ValueError(f"cannot lend {num_slots} of {self.capacity} slots")
         self.capacity -= num_slots
-        self._hand %= max(1, self.capacity)
         leaving = np.arange(self.capacity, self.capacity + num_slots)
         keys = self._slot_key[leaving]
         held = keys[keys >= 0]
