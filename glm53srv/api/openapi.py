@@ -191,6 +191,11 @@ def _body(properties: Schema, required: Sequence[str] = ()) -> Schema:
     return {"type": "object", "properties": shown, "required": list(required)}
 
 
+def _one_of(body: Schema, *names: str) -> Schema:
+    """Demand exactly one of some members."""
+    return {**body, "oneOf": [{"required": [name]} for name in names]}
+
+
 _SCHEMAS: Schema = {
     "ChatCompletionRequest": _body(
         {
@@ -221,31 +226,35 @@ _SCHEMAS: Schema = {
         },
         ["prompt"],
     ),
-    "GenerateRequest": _body(
-        {
-            "text": {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                ]
-            },
-            "input_ids": {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
-            "sampling_params": {
-                "anyOf": [{"$ref": "#/components/schemas/SamplingParams"}, {"type": "array"}]
-            },
-            "rid": {"anyOf": [_STRING, {"type": "array", "items": _STRING}]},
-            "stream": _BOOLEAN,
-            "return_logprob": {"anyOf": [_BOOLEAN, {"type": "array", "items": _BOOLEAN}]},
-            "logprob_start_len": {"anyOf": [_integer(-1), {"type": "array", "items": _integer(-1)}]},
-            "top_logprobs_num": {
-                "anyOf": [
-                    _integer(0, MAX_LOGPROBS),
-                    {"type": "array", "items": _integer(0, MAX_LOGPROBS)},
-                ]
-            },
-            "token_ids_logprob": {"type": "array"},
-            "return_text_in_logprobs": _BOOLEAN,
-        }
+    "GenerateRequest": _one_of(
+        _body(
+            {
+                "text": {
+                    "anyOf": [
+                        {"type": "string", "minLength": 1},
+                        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                    ]
+                },
+                "input_ids": {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
+                "sampling_params": {
+                    "anyOf": [{"$ref": "#/components/schemas/SamplingParams"}, {"type": "array"}]
+                },
+                "rid": {"anyOf": [_STRING, {"type": "array", "items": _STRING}]},
+                "stream": _BOOLEAN,
+                "return_logprob": {"anyOf": [_BOOLEAN, {"type": "array", "items": _BOOLEAN}]},
+                "logprob_start_len": {"anyOf": [_integer(-1), {"type": "array", "items": _integer(-1)}]},
+                "top_logprobs_num": {
+                    "anyOf": [
+                        _integer(0, MAX_LOGPROBS),
+                        {"type": "array", "items": _integer(0, MAX_LOGPROBS)},
+                    ]
+                },
+                "token_ids_logprob": {"type": "array"},
+                "return_text_in_logprobs": _BOOLEAN,
+            }
+        ),
+        "text",
+        "input_ids",
     ),
     "SamplingParams": _body(
         {
@@ -259,14 +268,18 @@ _SCHEMAS: Schema = {
             "ebnf": _STRING,
         }
     ),
-    "TokenizeRequest": _body(
-        {
-            "model": _STRING,
-            "prompt": {"anyOf": [_STRING, {"type": "array", "items": _STRING, "minItems": 1}]},
-            **_CHAT_PROMPT,
-            "add_special_tokens": _BOOLEAN,
-            "return_token_strs": _BOOLEAN,
-        }
+    "TokenizeRequest": _one_of(
+        _body(
+            {
+                "model": _STRING,
+                "prompt": {"anyOf": [_STRING, {"type": "array", "items": _STRING, "minItems": 1}]},
+                **_CHAT_PROMPT,
+                "add_special_tokens": _BOOLEAN,
+                "return_token_strs": _BOOLEAN,
+            }
+        ),
+        "prompt",
+        "messages",
     ),
     "DetokenizeRequest": _body(
         {

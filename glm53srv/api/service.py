@@ -83,7 +83,8 @@ class GenerationJob:
 
     new_reader: makes the parser of one choice, in the state in which the prompt ends. stop: stop strings.
     max_calls: end after so many complete tool calls. Choice i > 0 draws from seed + i. skip_special_tokens:
-    leave special tokens out of the text.
+    leave special tokens out of the text. requests: one for each choice, made with the job and so not on the
+    event loop when the prompt is long.
     """
 
     request: GenerationRequest
@@ -93,6 +94,11 @@ class GenerationJob:
     max_calls: int | None = None
     num_choices: int = 1
     skip_special_tokens: bool = True
+    requests: tuple[GenerationRequest, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        requests = tuple(_request_of_choice(self.request, choice) for choice in range(self.num_choices))
+        object.__setattr__(self, "requests", requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +404,8 @@ def open_generations(
     submitted_s = clock()
     try:
         for job in jobs:
-            for choice in range(job.num_choices):
-                stream = source.submit(_request_of_choice(job, choice))
+            for request in job.requests:
+                stream = source.submit(request)
                 opened.append(Generation(len(opened), stream, job, tokenizer, clock))
     except BaseException:
         for generation in opened:
@@ -422,11 +428,10 @@ def _take_result(task: asyncio.Task[StepOutput]) -> None:
         task.exception()
 
 
-def _request_of_choice(job: GenerationJob, choice: int) -> GenerationRequest:
+def _request_of_choice(request: GenerationRequest, choice: int) -> GenerationRequest:
     if choice == 0:
-        return job.request
-    seed = job.request.sampling.seed
-    sampling = job.request.sampling
-    if seed is not None:
-        sampling = replace(sampling, seed=(seed + choice) % 2**63)
-    return replace(job.request, request_id=f"{job.request.request_id}-{choice}", sampling=sampling)
+        return request
+    sampling = request.sampling
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+    return replace(request, request_id=f"{request.request_id}-{choice}", sampling=sampling)

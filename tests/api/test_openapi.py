@@ -143,3 +143,26 @@ def test_the_page_lists_every_path() -> None:
                 assert f"<code>{path}</code>" in text
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"), [("GenerateRequest", "/generate"), ("TokenizeRequest", "/tokenize")]
+)
+def test_alternatives_are_those_of_the_server(schema: str, path: str) -> None:
+    """Each alternative is taken alone; none of them and both together are refused."""
+    doc = document()
+    names = [entry["required"][0] for entry in doc["components"]["schemas"][schema]["oneOf"]]
+    values = {
+        "text": "a",
+        "input_ids": [1],
+        "prompt": "a",
+        "messages": VALID["ChatCompletionRequest"]["messages"],
+    }
+
+    async def main() -> None:
+        async with serving(make_server()) as client:
+            for given, expected in ([names[0]], 200), ([names[1]], 200), ([], 400), (names, 400):
+                body = json.dumps({name: values[name] for name in given}).encode()
+                assert (await client.open("POST", path, body).answer()).status == expected, given
+
+    asyncio.run(main())
