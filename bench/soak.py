@@ -7,8 +7,8 @@ close, reading very slowly. A process of its own asks /health on its own connect
 
 Passes when no answer is a 5xx other than 503 and 504, every whole request got a whole answer, /health always
 answered 200 within --health-ms (plus the longest pause that a server which does nothing shows beside it: on
-a busy machine every process waits for its turn), and in the end /stats, where it is served, shows that nothing
-runs or waits. Exit code 0 or 1.
+a busy machine every process waits for its turn), and in the end /stats, where it is served, shows that
+nothing runs or waits. Exit code 0 or 1.
 """
 
 from __future__ import annotations
