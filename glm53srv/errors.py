@@ -5,14 +5,17 @@
     |-- CheckpointError    the model directory cannot be served                      exit code 3
     |-- MachineError       this machine lacks something (memory, instruction set)    exit code 4
     |-- EngineError        a step failed; the engine must be closed                  exit code 5
+    |-- GrammarError       a constraint cannot be compiled; the API makes it a 400
     `-- RequestError       one request is refused; the server goes on                an HTTP answer
         |-- InvalidRequest, ContextLengthExceeded   400
         |-- AuthenticationFailed                    401
         |-- ModelNotFound                           404
+        |-- BodyTooSlow                             408
         |-- BodyTooLarge                            413
         |-- QueueFull                               429, Retry-After
         |-- RequestFailed                           500
-        `-- NotReady                                503, Retry-After
+        |-- NotReady, QueueTimeout                  503, Retry-After
+        `-- RequestTimeout                          504
 
 The text of an error is one line that says what is wrong and what to change.
 """
@@ -48,6 +51,10 @@ class EngineError(Glm53Error):
     """A step failed. Only Engine.close() may follow."""
 
     exit_code = 5
+
+
+class GrammarError(Glm53Error):
+    """A constraint cannot be compiled; the text is the compiler's reason, on one line."""
 
 
 class RequestError(Glm53Error):
@@ -102,6 +109,13 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class BodyTooSlow(RequestError):
+    """The request body did not arrive in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
 class BodyTooLarge(RequestError):
     """The request body is larger than the server accepts."""
 
@@ -130,3 +144,19 @@ class NotReady(RequestError):
     status = 503
     type = "unavailable_error"
     code = "not_ready"
+
+
+class QueueTimeout(RequestError):
+    """The request waited for a slot longer than the server lets it."""
+
+    status = 503
+    type = "unavailable_error"
+    code = "queue_timeout"
+
+
+class RequestTimeout(RequestError):
+    """The request ran longer than the server lets it."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"

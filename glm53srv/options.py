@@ -24,6 +24,7 @@ class Option:
     names.
 
     minimum, maximum: bounds of a number, or None. unit and help go into --help and the documentation.
+    is_secret: the value is never shown.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Option:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    is_secret: bool = False
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -215,6 +217,98 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0.1,
     ),
     Option(
+        "queue_timeout_s",
+        ("--queue-timeout-s",),
+        "GLM53_QUEUE_TIMEOUT_S",
+        "float",
+        None,
+        "longest wait for a slot; then 503 (default: no limit)",
+        "limits",
+        unit="s",
+        minimum=0.001,
+    ),
+    Option(
+        "request_timeout_s",
+        ("--request-timeout-s",),
+        "GLM53_REQUEST_TIMEOUT_S",
+        "float",
+        None,
+        "longest time from the request to its last token; then 504, or an error event in a stream "
+        "(default: no limit)",
+        "limits",
+        unit="s",
+        minimum=0.001,
+    ),
+    Option(
+        "body_timeout_s",
+        ("--body-timeout-s",),
+        "GLM53_BODY_TIMEOUT_S",
+        "float",
+        120.0,
+        "time in which a request body must arrive",
+        "limits",
+        unit="s",
+        minimum=0.001,
+    ),
+    Option(
+        "write_timeout_s",
+        ("--write-timeout-s",),
+        "GLM53_WRITE_TIMEOUT_S",
+        "float",
+        60.0,
+        "how long a client may not read before its connection is closed",
+        "limits",
+        unit="s",
+        minimum=0.1,
+    ),
+    Option(
+        "api_key",
+        ("--api-key",),
+        "GLM53_API_KEY",
+        "str",
+        None,
+        "keys of which a request must give one, separated by commas; better in the variable than on the "
+        "command line, which every user of the machine can read",
+        "access",
+        is_secret=True,
+    ),
+    Option(
+        "cors_origins",
+        ("--cors-origins",),
+        "GLM53_CORS_ORIGINS",
+        "str",
+        None,
+        "origins of web pages that may call the server, separated by commas; * for all",
+        "access",
+    ),
+    Option(
+        "tls_cert",
+        ("--tls-cert",),
+        "GLM53_TLS_CERT",
+        "path",
+        None,
+        "certificate chain (PEM); with --tls-key the server speaks HTTPS",
+        "access",
+    ),
+    Option(
+        "tls_key",
+        ("--tls-key",),
+        "GLM53_TLS_KEY",
+        "path",
+        None,
+        "private key of the certificate (PEM, without a password)",
+        "access",
+    ),
+    Option(
+        "unix_socket",
+        ("--unix-socket",),
+        "GLM53_UNIX_SOCKET",
+        "path",
+        None,
+        "listen on this socket file in place of host and port",
+        "access",
+    ),
+    Option(
         "log_level",
         ("--log-level",),
         "GLM53_LOG_LEVEL",
@@ -236,7 +330,7 @@ def usage() -> str:
             group = option.group
             lines += ["", f"{group}:"]
         choices = "|".join(option.choices)
-        operand = choices or {"int": "N", "float": "X", "path": "DIR", "str": "TEXT"}.get(option.kind, "")
+        operand = choices or {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}.get(option.kind, "")
         default = "" if option.default is None else f", default {option.default}"
         unit = f" in {option.unit}" if option.unit else ""
         lines.append(f"  {', '.join(option.flags)} {operand}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
 from glm53srv.errors import InvalidRequest
 
@@ -28,6 +29,38 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """A language that the output must be a word of; the end ids come where a word may end, and only there.
+
+    kind: how `text` is written: a JSON schema, a regular expression, a Lark grammar, or llguidance's own JSON
+    (several grammars that name each other). Grammars may name tokens by id, `<[154843]>`; text never matches
+    a control token. Checked before it gets here: engine/grammar.py.
+    """
+
+    kind: Literal["json_schema", "regex", "lark", "llguidance"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReasoning:
+    """The prompt ends inside reasoning, and something depends on where the output leaves it.
+
+    end_id: the token that ends reasoning. exit_ids: tokens that end it as well (a call begins). A constraint
+    binds what follows the end, and bans exit_ids and end ids until then. budget_tokens: after so many tokens
+    of reasoning, end_id is the next token; None: no limit.
+    """
+
+    end_id: int
+    exit_ids: tuple[int, ...] = ()
+    budget_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.budget_tokens is None or self.budget_tokens >= 0, "thinking_budget", "must be 0 or more"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. The defaults are neutral; the checkpoint's own defaults are applied by
     the API.
@@ -37,7 +70,8 @@ class SamplingParams:
     tokens. seed None draws a fresh one. logit_bias: pairs (token id, bias added to the logit). num_logprobs:
     None gives no log probabilities, n >= 0 the sampled token's and the n largest. stop_token_ids are added
     to the checkpoint's own end ids; ignore_eos drops the checkpoint's, never the request's.
-    logprob_token_ids: ids whose log probabilities are given too, where num_logprobs is not None.
+    logprob_token_ids: ids whose log probabilities are given too, where num_logprobs is not None. constraint,
+    reasoning: see their types.
     """
 
     temperature: float = 1.0
@@ -54,6 +88,8 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprob_token_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    reasoning: OpenReasoning | None = None
 
     def __post_init__(self) -> None:
         """Check every range. Raises InvalidRequest with the OpenAI name of the field in `param`."""

@@ -22,17 +22,20 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from glm53srv.api import openai_wire
+from glm53srv.api.access import ApiKeyGate
 from glm53srv.api.asgi import MethodNotAllowed, PathNotFound
 from glm53srv.api.info_routes import ServerInfo, describe_server
 from glm53srv.api.lifecycle import Lifecycle, Loaded, Loader
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.api.route_table import starlette_routes
 from glm53srv.api.routes import ApiContext, RequestLog
+from glm53srv.api.service import Deadlines
 from glm53srv.api.sse import StreamTimes
 from glm53srv.config import Config, ServerConfig, load_config
 from glm53srv.errors import Glm53Error, RequestError, RequestFailed
@@ -67,7 +70,9 @@ def create_app(
         state=lifecycle.state,
         text_threads=text_threads,
         max_body_bytes=server.max_body_bytes,
-        times=StreamTimes(keep_alive_s=server.keep_alive_s),
+        body_timeout_s=server.body_timeout_s,
+        times=StreamTimes(keep_alive_s=server.keep_alive_s, write_timeout_s=server.write_timeout_s),
+        deadlines=Deadlines(queue_s=server.queue_timeout_s, total_s=server.request_timeout_s),
     )
 
     @contextlib.asynccontextmanager
@@ -85,9 +90,27 @@ def create_app(
     return Starlette(
         routes=starlette_routes(context, lifecycle.metrics, info or ServerInfo()),
         lifespan=lifespan,
-        middleware=[Middleware(RequestLog)],
+        middleware=_middleware(server),
         exception_handlers={HTTPException: _http_error, Exception: _unexpected_error},
     )
+
+
+def _middleware(server: ServerConfig) -> list[Middleware]:
+    """Give what wraps every request, outermost first: preflights of browsers carry no key."""
+    found = [Middleware(RequestLog)]
+    if server.cors_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=server.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    if server.api_keys:
+        found.append(Middleware(ApiKeyGate, keys=server.api_keys))
+    return found
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

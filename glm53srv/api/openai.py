@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from glm53srv.api.chat_template import RenderedPrompt, render_chat
+from glm53srv.api.constraints import OutputFormat, constrain
 from glm53srv.api.openai_wire import (
     DONE,
     LEAD,
@@ -40,6 +41,7 @@ from glm53srv.api.schema import ChatRequest, parse_chat_request
 from glm53srv.api.served import ServedModel
 from glm53srv.api.service import Finish, GenerationJob, StepOutput, Timings
 from glm53srv.api.tokenizer import Tokenizer, TooManyIds
+from glm53srv.api.tool_grammar import tool_format
 from glm53srv.api.tool_types import tool_schemas
 from glm53srv.api.wire import parse_body
 from glm53srv.errors import ContextLengthExceeded, RequestError
@@ -48,14 +50,19 @@ from glm53srv.request import GenerationRequest, PromptNews, TokenEvent, Usage
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
-    """A checked request with its rendered, encoded prompt."""
+    """A checked request with its rendered, encoded prompt. output_format: still to be compiled."""
 
     request: ChatRequest
     generation: GenerationJob
+    output_format: OutputFormat | None = None
 
     @property
     def jobs(self) -> Sequence[GenerationJob]:
         return (self.generation,)
+
+    @property
+    def output_formats(self) -> Sequence[OutputFormat]:
+        return () if self.output_format is None else (self.output_format,)
 
     @property
     def is_stream(self) -> bool:
@@ -81,8 +88,20 @@ def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -
     check_model(request.model, model)
     prompt = render_chat(request.messages, request.tools, request.template)
     stop, stop_ids = split_stops(request.stop, model.tokenizer)
-    sampling = request.sampling
-    sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *stop_ids))
+    wanted = tool_format(
+        request.tools,
+        request.tool_choice,
+        request.output_format,
+        model.tokenizer,
+        parallel=request.parallel_calls,
+    )
+    sampling = constrain(
+        replace(request.sampling, stop_token_ids=(*request.sampling.stop_token_ids, *stop_ids)),
+        wanted,
+        model.tokenizer,
+        in_reasoning=prompt.ends_in_reasoning,
+        thinking_budget=request.thinking_budget,
+    )
     tools = tool_schemas(request.tools)
     return ChatJob(
         request,
@@ -101,6 +120,7 @@ def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -
             num_choices=request.num_choices,
             skip_special_tokens=request.skip_special_tokens,
         ),
+        wanted,
     )
 
 

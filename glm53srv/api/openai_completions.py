@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from glm53srv.api.completion_transcript import Delta, Transcript
+from glm53srv.api.constraints import OutputFormat, constrain, parse_output_format
 from glm53srv.api.openai_wire import (
     DONE,
     LEAD,
@@ -57,14 +58,6 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "suffix": "the model cannot fill in",
     "prompt_embeds": "send text or token ids",
     "prompt_logprobs": "send echo and logprobs",
-    "response_format": "constrained output is not supported",
-    "structured_outputs": "constrained output is not supported",
-    "guided_json": "constrained output is not supported",
-    "guided_regex": "constrained output is not supported",
-    "guided_grammar": "constrained output is not supported",
-    "guided_choice": "constrained output is not supported",
-    "json_schema": "constrained output is not supported",
-    "grammar": "constrained output is not supported",
 }
 """Fields that would change the answer and cannot be honoured. null, false and "" are taken as absent."""
 
@@ -84,6 +77,7 @@ class CompletionRequest:
     skip_special_tokens: bool = True
     is_stream: bool = False
     stream_options: StreamOptions = field(default_factory=StreamOptions)
+    output_format: OutputFormat | None = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -119,6 +113,7 @@ def parse_completion_request(body: Mapping[str, Any], defaults: SamplingParams) 
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         is_stream=fields.boolean("stream", False),
         stream_options=parse_stream_options(fields),
+        output_format=parse_output_format(fields),
     )
 
 
@@ -136,6 +131,11 @@ class CompletionJob:
     @property
     def is_stream(self) -> bool:
         return self.request.is_stream
+
+    @property
+    def output_formats(self) -> Sequence[OutputFormat]:
+        wanted = self.request.output_format
+        return () if wanted is None else (wanted,)
 
     @property
     def ignored(self) -> Sequence[str]:
@@ -174,7 +174,12 @@ def prepare_completion(body: bytes | bytearray, model: ServedModel, request_id: 
                 request=GenerationRequest(
                     request_id=request_id if at == 0 else f"{request_id}-p{at}",
                     prompt_ids=prompt_ids,
-                    sampling=sampling,
+                    sampling=constrain(
+                        sampling,
+                        request.output_format,
+                        model.tokenizer,
+                        in_reasoning=starts_in_reasoning,
+                    ),
                     max_tokens=request.max_tokens,
                     prompt_logprobs=wanted,
                 ),

@@ -145,6 +145,7 @@ _PROMPT: Schema = {
         {"type": "array", "items": _IDS, "minItems": 1},
     ]
 }
+_JSON_SCHEMA: Schema = {"anyOf": [_STRING, {"type": "object"}]}
 _MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
@@ -169,6 +170,14 @@ _MESSAGE: Schema = {
         "tool_call_id": _or_null(_STRING),
     },
 }
+_FORMAT: Schema = {
+    "response_format": {"type": "object", "properties": {"type": _or_null(_STRING)}},
+    "structured_outputs": {"type": "object"},
+    "guided_json": _JSON_SCHEMA,
+    "guided_regex": _STRING,
+    "guided_choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+    "guided_grammar": _STRING,
+}
 _CHAT_PROMPT: Schema = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "tools": {"type": "array", "items": {"type": "object"}},
@@ -182,6 +191,11 @@ def _body(properties: Schema, required: Sequence[str] = ()) -> Schema:
     return {"type": "object", "properties": shown, "required": list(required)}
 
 
+def _one_of(body: Schema, *names: str) -> Schema:
+    """Demand exactly one of some members."""
+    return {**body, "oneOf": [{"required": [name]} for name in names]}
+
+
 _SCHEMAS: Schema = {
     "ChatCompletionRequest": _body(
         {
@@ -192,6 +206,10 @@ _SCHEMAS: Schema = {
             "logprobs": _BOOLEAN,
             "top_logprobs": _integer(0, MAX_LOGPROBS),
             "parallel_tool_calls": _BOOLEAN,
+            "tool_choice": {"anyOf": [_STRING, {"type": "object"}]},
+            "thinking_budget": _integer(0),
+            "continue_final_message": _BOOLEAN,
+            **_FORMAT,
             "return_progress": _BOOLEAN,
         },
         ["messages"],
@@ -202,36 +220,41 @@ _SCHEMAS: Schema = {
             **_OPENAI,
             "max_tokens": _integer(0),
             "echo": _BOOLEAN,
+            **_FORMAT,
             "logprobs": _integer(0, 5),
             "best_of": _integer(1, MAX_CHOICES),
         },
         ["prompt"],
     ),
-    "GenerateRequest": _body(
-        {
-            "text": {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                ]
-            },
-            "input_ids": {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
-            "sampling_params": {
-                "anyOf": [{"$ref": "#/components/schemas/SamplingParams"}, {"type": "array"}]
-            },
-            "rid": {"anyOf": [_STRING, {"type": "array", "items": _STRING}]},
-            "stream": _BOOLEAN,
-            "return_logprob": {"anyOf": [_BOOLEAN, {"type": "array", "items": _BOOLEAN}]},
-            "logprob_start_len": {"anyOf": [_integer(-1), {"type": "array", "items": _integer(-1)}]},
-            "top_logprobs_num": {
-                "anyOf": [
-                    _integer(0, MAX_LOGPROBS),
-                    {"type": "array", "items": _integer(0, MAX_LOGPROBS)},
-                ]
-            },
-            "token_ids_logprob": {"type": "array"},
-            "return_text_in_logprobs": _BOOLEAN,
-        }
+    "GenerateRequest": _one_of(
+        _body(
+            {
+                "text": {
+                    "anyOf": [
+                        {"type": "string", "minLength": 1},
+                        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                    ]
+                },
+                "input_ids": {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
+                "sampling_params": {
+                    "anyOf": [{"$ref": "#/components/schemas/SamplingParams"}, {"type": "array"}]
+                },
+                "rid": {"anyOf": [_STRING, {"type": "array", "items": _STRING}]},
+                "stream": _BOOLEAN,
+                "return_logprob": {"anyOf": [_BOOLEAN, {"type": "array", "items": _BOOLEAN}]},
+                "logprob_start_len": {"anyOf": [_integer(-1), {"type": "array", "items": _integer(-1)}]},
+                "top_logprobs_num": {
+                    "anyOf": [
+                        _integer(0, MAX_LOGPROBS),
+                        {"type": "array", "items": _integer(0, MAX_LOGPROBS)},
+                    ]
+                },
+                "token_ids_logprob": {"type": "array"},
+                "return_text_in_logprobs": _BOOLEAN,
+            }
+        ),
+        "text",
+        "input_ids",
     ),
     "SamplingParams": _body(
         {
@@ -240,16 +263,23 @@ _SCHEMAS: Schema = {
             "min_new_tokens": _integer(0),
             "sampling_seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
             "no_stop_trim": _BOOLEAN,
+            "json_schema": _JSON_SCHEMA,
+            "regex": _STRING,
+            "ebnf": _STRING,
         }
     ),
-    "TokenizeRequest": _body(
-        {
-            "model": _STRING,
-            "prompt": {"anyOf": [_STRING, {"type": "array", "items": _STRING, "minItems": 1}]},
-            **_CHAT_PROMPT,
-            "add_special_tokens": _BOOLEAN,
-            "return_token_strs": _BOOLEAN,
-        }
+    "TokenizeRequest": _one_of(
+        _body(
+            {
+                "model": _STRING,
+                "prompt": {"anyOf": [_STRING, {"type": "array", "items": _STRING, "minItems": 1}]},
+                **_CHAT_PROMPT,
+                "add_special_tokens": _BOOLEAN,
+                "return_token_strs": _BOOLEAN,
+            }
+        ),
+        "prompt",
+        "messages",
     ),
     "DetokenizeRequest": _body(
         {

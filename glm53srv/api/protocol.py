@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from glm53srv.api.constraints import OutputFormat
 from glm53srv.api.served import ServedModel
 from glm53srv.api.service import GenerationJob, StepOutput
 from glm53srv.errors import RequestError
@@ -59,6 +60,10 @@ class PreparedRequest(Protocol):
 
     @property
     def is_stream(self) -> bool: ...
+
+    @property
+    def output_formats(self) -> Sequence[OutputFormat]:
+        """The constraints of its jobs, still to be compiled, with the fields that asked for them."""
 
     @property
     def ignored(self) -> Sequence[str]:

@@ -22,9 +22,10 @@ from glm53srv.api.asgi import (
     read_body,
     send_json,
 )
+from glm53srv.api.constraints import check_output_format
 from glm53srv.api.protocol import AnswerHead, Prepare, PreparedRequest, StreamWriter
 from glm53srv.api.served import ServedModel
-from glm53srv.api.service import Finish, Generations, open_generations
+from glm53srv.api.service import Deadlines, Finish, Generations, open_generations
 from glm53srv.api.sse import EventStream, StreamTimes
 from glm53srv.api.state import Running, ServerState
 from glm53srv.errors import RequestError, RequestFailed
@@ -56,7 +57,9 @@ class ApiContext:
     state: ServerState
     text_threads: Executor
     max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float | None = None
     times: StreamTimes = field(default_factory=StreamTimes)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
 
@@ -143,7 +146,7 @@ class GenerationEndpoint:
         self._told: set[str] = set()  # template arguments that were logged as unknown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, self._context.max_body_bytes)
+        body = await read_body(scope, receive, self._context.max_body_bytes, self._context.body_timeout_s)
         running = self._context.state.require_running()
         job: PreparedRequest | None = None
         async with DisconnectWatch(receive) as watch:
@@ -159,6 +162,9 @@ class GenerationEndpoint:
 
     async def _prepare(self, body: bytearray, model: ServedModel, request_id: str) -> PreparedRequest:
         job = await self._context.call(len(body), self._prepare_body, body, model, request_id)
+        for wanted in job.output_formats:  # compiling may take up to a second
+            loop, threads = asyncio.get_running_loop(), self._context.text_threads
+            await loop.run_in_executor(threads, check_output_format, wanted, model.grammars)
         self._tell_ignored(job.ignored)
         return job
 
@@ -170,7 +176,13 @@ class GenerationEndpoint:
                 logger.warning("chat_template_kwargs has %.80r, which nothing reads", name)
 
     def _open(self, running: Running, job: PreparedRequest) -> Generations:
-        return open_generations(running.steps, job.jobs, running.model.tokenizer, clock=self._context.clock)
+        return open_generations(
+            running.steps,
+            job.jobs,
+            running.model.tokenizer,
+            clock=self._context.clock,
+            deadlines=self._context.deadlines,
+        )
 
     async def _answer(self, scope: Scope, running: Running, job: PreparedRequest) -> object:
         """Generate everything. Runs inside a DisconnectWatch."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from glm53srv.api.chat_template import ChatMessage, TemplateOptions
+from glm53srv.api.constraints import OutputFormat, parse_output_format
 from glm53srv.api.messages import parse_messages, parse_tools
+from glm53srv.api.tool_grammar import ToolChoice
 from glm53srv.api.wire import Fields, invalid
 from glm53srv.errors import InvalidRequest
 from glm53srv.request import MAX_LOGPROBS, SamplingParams
@@ -34,15 +36,6 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "functions": "send tools",
     "function_call": "send tool_choice",
     "audio": "the server is text only",
-    "structured_outputs": "constrained output is not supported",
-    "guided_json": "constrained output is not supported",
-    "guided_regex": "constrained output is not supported",
-    "guided_grammar": "constrained output is not supported",
-    "guided_choice": "constrained output is not supported",
-    "json_schema": "constrained output is not supported",
-    "regex": "constrained output is not supported",
-    "grammar": "constrained output is not supported",
-    "ebnf": "constrained output is not supported",
 }
 """Fields that would change the answer and cannot be honoured. null and false are taken as absent."""
 
@@ -57,7 +50,13 @@ EFFORTS: Mapping[str, str] = {
 }
 """The model knows low, high and max; its template gives max for medium, and so do we."""
 
-KNOWN_TEMPLATE_KWARGS = ("enable_thinking", "thinking", "clear_thinking", "reasoning_effort")
+KNOWN_TEMPLATE_KWARGS = (
+    "enable_thinking",
+    "thinking",
+    "clear_thinking",
+    "reasoning_effort",
+    "thinking_budget",
+)
 MAX_CHOICES = 16
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -76,13 +75,17 @@ class ChatRequest:
     """One chat completion, checked.
 
     max_tokens: None means what is left of the context. tools: bare function objects; empty also when
-    tool_choice is none. returns_progress: tell in the stream how far the prompt is. ignored: arguments for
-    the template that nobody reads, for the log.
+    tool_choice is none. output_format: of the answer, where it is not a call. thinking_budget: most tokens of
+    reasoning. returns_progress: tell in the stream how far the prompt is. ignored: arguments for the template
+    that nobody reads, for the log.
     """
 
     model: str | None
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    output_format: OutputFormat | None = None
+    thinking_budget: int | None = None
     template: TemplateOptions = field(default_factory=TemplateOptions)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
@@ -104,12 +107,17 @@ def parse_chat_request(body: Mapping[str, Any], defaults: SamplingParams) -> Cha
     """
     fields = Fields(dict(body))
     _refuse_unsupported(fields)
-    kwargs = fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
+    messages = parse_messages(fields)
+    tools, tool_choice = _parse_tools(fields)
+    kwargs = _template_kwargs(fields)
     return ChatRequest(
         model=fields.string("model"),
-        messages=parse_messages(fields),
-        tools=_parse_tool_choice(fields),
-        template=_parse_template(fields, kwargs),
+        messages=messages,
+        tools=tools,
+        tool_choice=tool_choice,
+        output_format=parse_output_format(fields),
+        thinking_budget=_parse_thinking_budget(fields, kwargs),
+        template=_parse_template(fields, kwargs, messages),
         sampling=parse_sampling(fields, defaults, _parse_logprobs(fields)),
         max_tokens=_parse_max_tokens(fields),
         num_choices=ranged(fields, "n", 1, MAX_CHOICES) or 1,
@@ -129,40 +137,52 @@ ChatPrompt = tuple[tuple[ChatMessage, ...], tuple[Mapping[str, Any], ...], Templ
 
 def parse_chat_prompt(fields: Fields) -> ChatPrompt:
     """Read what a prompt is rendered from: messages, tools, template options. Raises InvalidRequest."""
-    if not fields.boolean("add_generation_prompt", True):
-        raise fields.error("add_generation_prompt", "must be true")
-    if fields.boolean("continue_final_message", False):
-        raise fields.error("continue_final_message", "is not supported")
-    kwargs = fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
-    return parse_messages(fields), _parse_tool_choice(fields), _parse_template(fields, kwargs)
+    messages = parse_messages(fields)
+    tools, _ = _parse_tools(fields)
+    return messages, tools, _parse_template(fields, _template_kwargs(fields), messages)
+
+
+def _template_kwargs(fields: Fields) -> Fields:
+    return fields.object("chat_template_kwargs") or Fields({}, "chat_template_kwargs")
 
 
 def _refuse_unsupported(fields: Fields) -> None:
     for name, remedy in REFUSED_FIELDS.items():
         if fields.raw(name) not in (None, False):
             raise fields.error(name, f"is not supported: {remedy}")
-    response_format = fields.object("response_format")
-    if response_format is not None and response_format.string("type") not in (None, "text"):
-        raise response_format.error("type", "must be text; constrained output is not supported")
     if any(modality != "text" for modality in fields.list("modalities")):
         raise fields.error("modalities", 'must be ["text"]; the server is text only')
-    if fields.boolean("continue_final_message", False):
-        raise fields.error("continue_final_message", "is not supported")
-    if not fields.boolean("add_generation_prompt", True):
-        raise fields.error("add_generation_prompt", "must be true in a chat completion")
 
 
-def _parse_tool_choice(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+def _parse_tools(fields: Fields) -> tuple[tuple[Mapping[str, Any], ...], ToolChoice]:
+    """Read tools and tool_choice; with `none` the prompt shows no tools."""
     tools = parse_tools(fields)
     choice = fields.raw("tool_choice")
-    if choice in (None, "auto"):
-        return tools
     if choice == "none":
-        return ()
-    raise fields.error("tool_choice", "must be auto or none; a forced call is not supported")
+        return (), ToolChoice()
+    if choice in (None, "auto"):
+        return tools, ToolChoice()
+    if not tools:
+        raise fields.error("tool_choice", "needs tools")
+    if choice == "required":
+        return tools, ToolChoice(required=True)
+    if isinstance(choice, dict):
+        return tools, _parse_named_choice(Fields(choice, "tool_choice"), tools)
+    raise fields.error("tool_choice", "must be auto, none, required or a function")
 
 
-def _parse_template(fields: Fields, kwargs: Fields) -> TemplateOptions:
+def _parse_named_choice(wire: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """Read `{"type": "function", "function": {"name": ...}}`, or the name beside the type (Responses)."""
+    if wire.string("type") not in (None, "function"):
+        raise wire.error("type", "must be function")
+    holder = wire.object("function") or wire
+    name = holder.string("name")
+    if name is None or all(tool["name"] != name for tool in tools):
+        raise holder.error("name", "must be the name of one of the tools")
+    return ToolChoice(name=name)
+
+
+def _parse_template(fields: Fields, kwargs: Fields, messages: Sequence[ChatMessage]) -> TemplateOptions:
     """chat_template_kwargs win over the same names at the top; `thinking` is Z.ai's object or a boolean."""
     thinking = True
     if isinstance(fields.raw("thinking"), dict):
@@ -183,7 +203,37 @@ def _parse_template(fields: Fields, kwargs: Fields) -> TemplateOptions:
         reasoning_effort=None if effort is None else EFFORTS[effort],
         clear_thinking=clear,
         enable_thinking=thinking,
+        continue_final=_continues(fields, messages),
     )
+
+
+def _continues(fields: Fields, messages: Sequence[ChatMessage]) -> bool:
+    """Read continue_final_message (vLLM): the answer goes on with the last message and does not repeat it."""
+    if not fields.boolean("continue_final_message", False):
+        if not fields.boolean("add_generation_prompt", True):
+            raise fields.error("add_generation_prompt", "must be true, or continue_final_message must be")
+        return False
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise fields.error(
+            "continue_final_message", "needs a last message of the assistant, without tool_calls"
+        )
+    return True
+
+
+def _parse_thinking_budget(fields: Fields, kwargs: Fields) -> int | None:
+    """Read it by the names of vLLM, Qwen, Anthropic and Z.ai; the first that is given wins."""
+    thinking = fields.raw("thinking")
+    sources = [(fields, "thinking_token_budget"), (fields, "thinking_budget"), (kwargs, "thinking_budget")]
+    if isinstance(thinking, dict):
+        sources.append((Fields(thinking, "thinking"), "budget_tokens"))
+    for source, name in sources:
+        budget = source.integer(name)
+        if budget is not None and budget < 0:
+            raise source.error(name, "must be 0 or more")
+        if budget is not None:
+            return budget
+    return None
 
 
 def parse_sampling(

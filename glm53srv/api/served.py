@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from glm53srv.api.tokenizer import Tokenizer
 from glm53srv.request import SamplingParams
+
+if TYPE_CHECKING:  # numpy: not before the port is open
+    from glm53srv.engine.grammar import GrammarCompiler
 
 OWNER = "glm53srv"
 
@@ -17,7 +21,8 @@ class ServedModel:
     name: the id that requests give and answers carry. created: Unix seconds. context_tokens: the longest
     sequence that can really be served, not the trained one. defaults: sampling for requests that say
     nothing, from the checkpoint's generation_config.json. is_random: the weights are noise. path: the
-    checkpoint's directory. model_type, architectures: from its config.json.
+    checkpoint's directory. model_type, architectures: from its config.json. grammars: compiles constraints,
+    the same that the engine has; None: there can be none.
     """
 
     name: str
@@ -29,3 +34,4 @@ class ServedModel:
     path: str = ""
     model_type: str = ""
     architectures: tuple[str, ...] = ()
+    grammars: GrammarCompiler | None = None

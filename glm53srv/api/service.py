@@ -19,7 +19,7 @@ from glm53srv.api.markers import Piece
 from glm53srv.api.output_events import CallEnd, OutputEvent, merge_events
 from glm53srv.api.stop_strings import StopStrings
 from glm53srv.api.tokenizer import Tokenizer
-from glm53srv.errors import NotReady, RequestFailed
+from glm53srv.errors import NotReady, QueueTimeout, RequestFailed, RequestTimeout
 from glm53srv.request import (
     FinishReason,
     GenerationRequest,
@@ -83,7 +83,8 @@ class GenerationJob:
 
     new_reader: makes the parser of one choice, in the state in which the prompt ends. stop: stop strings.
     max_calls: end after so many complete tool calls. Choice i > 0 draws from seed + i. skip_special_tokens:
-    leave special tokens out of the text.
+    leave special tokens out of the text. requests: one for each choice, made with the job and so not on the
+    event loop when the prompt is long.
     """
 
     request: GenerationRequest
@@ -93,6 +94,19 @@ class GenerationJob:
     max_calls: int | None = None
     num_choices: int = 1
     skip_special_tokens: bool = True
+    requests: tuple[GenerationRequest, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        requests = tuple(_request_of_choice(self.request, choice) for choice in range(self.num_choices))
+        object.__setattr__(self, "requests", requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds from the submission: until every choice has a slot; until all have ended. None: no limit."""
+
+    queue_s: float | None = None
+    total_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +184,11 @@ class Generation:
             cached_tokens=self._source.cached_tokens,
             reasoning_tokens=self._num_reasoning,
         )
+
+    @property
+    def is_scheduled(self) -> bool:
+        """It has left the queue."""
+        return self._source.times.first_scheduled_s is not None
 
     async def next_step(self) -> StepOutput:
         """Wait until there is something to deliver. Not to be called after the finish.
@@ -286,13 +305,16 @@ class Generation:
 class Generations:
     """All choices of all prompts of a request: choice = prompt * choices_per_prompt + choice of the prompt.
 
-    Whoever opens it closes it in a `finally`.
+    Whoever opens it closes it in a `finally`. queue_end_s, total_end_s: deadlines on the event loop's clock,
+    or None.
     """
 
     choices: list[Generation]
     submitted_s: float
     clock: Callable[[], float]
     choices_per_prompt: int = 1
+    queue_end_s: float | None = None
+    total_end_s: float | None = None
     first_token_s: float | None = None
     _waiting: dict[asyncio.Task[StepOutput], int] = field(default_factory=dict)
 
@@ -313,13 +335,9 @@ class Generations:
     async def next_steps(self) -> list[StepOutput]:
         """Wait for the next outputs, at most one per choice; empty when all choices have finished.
 
-        Raises what Generation.next_step raises.
+        Raises what Generation.next_step raises, QueueTimeout, RequestTimeout.
         """
-        if len(self.choices) == 1:
-            only = self.choices[0]
-            outputs = [] if only.is_finished else [await only.next_step()]
-        else:
-            outputs = await self._next_of_many()
+        outputs = await self._next_in_time()
         if self.first_token_s is None and any(output.usage.completion_tokens for output in outputs):
             self.first_token_s = self.clock()
         return outputs
@@ -332,6 +350,28 @@ class Generations:
         self._waiting.clear()
         for choice in self.choices:
             choice.close()
+
+    async def _next_in_time(self) -> list[StepOutput]:
+        if self.queue_end_s is not None and all(choice.is_scheduled for choice in self.choices):
+            self.queue_end_s = None
+        ends_s = [end_s for end_s in (self.queue_end_s, self.total_end_s) if end_s is not None]
+        if not ends_s:  # the common case pays for no timer
+            return await self._next()
+        try:
+            async with asyncio.timeout_at(min(ends_s)):
+                return await self._next()
+        except TimeoutError:
+            if self.total_end_s == min(ends_s):
+                raise RequestTimeout("The request took longer than this server allows") from None
+        if all(choice.is_scheduled for choice in self.choices):  # all in their slots, before any token
+            return await self._next_in_time()
+        raise QueueTimeout("The request waited too long for a free slot", retry_after_s=RETRY_AFTER_S)
+
+    async def _next(self) -> list[StepOutput]:
+        if len(self.choices) == 1:
+            only = self.choices[0]
+            return [] if only.is_finished else [await only.next_step()]
+        return await self._next_of_many()
 
     async def _next_of_many(self) -> list[StepOutput]:
         waited_for = set(self._waiting.values())
@@ -354,6 +394,7 @@ def open_generations(
     tokenizer: Tokenizer,
     *,
     clock: Callable[[], float] = time.monotonic,
+    deadlines: Deadlines = Deadlines(),
 ) -> Generations:
     """Submit all choices of all prompts, or none. Raises RequestError.
 
@@ -363,14 +404,22 @@ def open_generations(
     submitted_s = clock()
     try:
         for job in jobs:
-            for choice in range(job.num_choices):
-                stream = source.submit(_request_of_choice(job, choice))
+            for request in job.requests:
+                stream = source.submit(request)
                 opened.append(Generation(len(opened), stream, job, tokenizer, clock))
     except BaseException:
         for generation in opened:
             generation.close()
         raise
-    return Generations(opened, submitted_s, clock, jobs[0].num_choices)
+    now_s = asyncio.get_running_loop().time()
+    return Generations(
+        opened,
+        submitted_s,
+        clock,
+        jobs[0].num_choices,
+        queue_end_s=None if deadlines.queue_s is None else now_s + deadlines.queue_s,
+        total_end_s=None if deadlines.total_s is None else now_s + deadlines.total_s,
+    )
 
 
 def _take_result(task: asyncio.Task[StepOutput]) -> None:
@@ -379,11 +428,10 @@ def _take_result(task: asyncio.Task[StepOutput]) -> None:
         task.exception()
 
 
-def _request_of_choice(job: GenerationJob, choice: int) -> GenerationRequest:
+def _request_of_choice(request: GenerationRequest, choice: int) -> GenerationRequest:
     if choice == 0:
-        return job.request
-    seed = job.request.sampling.seed
-    sampling = job.request.sampling
-    if seed is not None:
-        sampling = replace(sampling, seed=(seed + choice) % 2**63)
-    return replace(job.request, request_id=f"{job.request.request_id}-{choice}", sampling=sampling)
+        return request
+    sampling = request.sampling
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+    return replace(request, request_id=f"{request.request_id}-{choice}", sampling=sampling)

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from glm53srv.api.constraints import OutputFormat, constrain
 from glm53srv.api.openai_wire import DONE, LEAD, TAIL, split_stops
 from glm53srv.api.output_events import ContentDelta
 from glm53srv.api.plain_reader import PlainReader, ends_in_reasoning
@@ -40,6 +41,10 @@ class GenerateJob:
 
     request: GenerateRequest
     jobs: tuple[GenerationJob, ...]
+
+    @property
+    def output_formats(self) -> Sequence[OutputFormat]:
+        return [options.output_format for options in self.request.prompts if options.output_format]
 
     @property
     def is_stream(self) -> bool:
@@ -81,6 +86,7 @@ def _job(options: PromptOptions, model: ServedModel) -> GenerationJob:
         num_top = sampling.num_logprobs or 0
         wanted = PromptLogprobs(max(options.logprob_start, 1), num_top, sampling.logprob_token_ids)
     starts_in_reasoning = ends_in_reasoning(prompt_ids, model.tokenizer)
+    sampling = constrain(sampling, options.output_format, model.tokenizer, in_reasoning=starts_in_reasoning)
     return GenerationJob(
         request=GenerationRequest(
             request_id=options.request_id,
@@ -109,7 +115,7 @@ class Output:
         rid = options.request_id
         self._rid = rid if choice == 0 else f"{rid}-{choice}"
         self._text = ""
-        self._ids: list[int] = []
+        self._ids = _GrowingList()
         self._usage = Usage(0, 0)
         self._finish: Finish | None = None
         self._timings: Timings | None = None
@@ -153,7 +159,7 @@ class Output:
         if self._options.has_logprobs:
             meta.update(self._input.body("input"))
             meta.update(self._output.body("output"))
-        return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
+        return {"text": self._text, "output_ids": self._ids.spelled(), "meta_info": meta}
 
     def _finish_body(self) -> dict[str, Any] | None:
         finish = self._finish
@@ -188,9 +194,9 @@ class _LogprobLists:
     def __init__(self, options: PromptOptions) -> None:
         self._has_top = bool(options.sampling.num_logprobs)
         self._has_named = bool(options.sampling.logprob_token_ids)
-        self._tokens: list[Entry] = []
-        self._top: list[list[Entry] | None] = []
-        self._named: list[list[Entry] | None] = []
+        self._tokens = _GrowingList()
+        self._top = _GrowingList()
+        self._named = _GrowingList()
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None, names: Tokenizer | None) -> None:
         """Take one token; logprobs None: nothing came before it."""
@@ -210,12 +216,29 @@ class _LogprobLists:
 
     def body(self, side: str) -> dict[str, Any]:
         """Spell the lists. side: input or output."""
-        body: dict[str, Any] = {f"{side}_token_logprobs": self._tokens}
+        body: dict[str, Any] = {f"{side}_token_logprobs": self._tokens.spelled()}
         if self._has_top:
-            body[f"{side}_top_logprobs"] = self._top
+            body[f"{side}_top_logprobs"] = self._top.spelled()
         if self._has_named:
-            body[f"{side}_token_ids_logprobs"] = self._named
+            body[f"{side}_token_ids_logprobs"] = self._named.spelled()
         return body
+
+
+class _GrowingList:
+    """A JSON list that only grows, spelled as it grows: every event of a cumulative stream repeats it."""
+
+    def __init__(self) -> None:
+        self._json = bytearray()
+
+    def append(self, value: object) -> None:
+        """Add an element."""
+        if self._json:
+            self._json += b","
+        self._json += orjson.dumps(value)
+
+    def spelled(self) -> orjson.Fragment:
+        """Give the list as a part of a larger value."""
+        return orjson.Fragment(b"[" + self._json + b"]")
 
 
 class GenerateWriter:

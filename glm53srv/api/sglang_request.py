@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from glm53srv.api.constraints import OutputFormat, parse_output_format
 from glm53srv.api.raw_prompts import Prompt, parse_prompts
 from glm53srv.api.schema import MAX_CHOICES, parse_ids, parse_sampling, parse_stop, ranged
 from glm53srv.api.wire import Fields, invalid
@@ -36,10 +37,6 @@ REFUSED_FIELDS: Mapping[str, str] = {
 
 REFUSED_SAMPLING: Mapping[str, str] = {
     "stop_regex": "send stop",
-    "json_schema": "constrained output is not supported",
-    "regex": "constrained output is not supported",
-    "ebnf": "constrained output is not supported",
-    "structural_tag": "constrained output is not supported",
     "custom_params": "requests run no code",
 }
 
@@ -71,6 +68,7 @@ class PromptOptions:
     keeps_stop: bool
     skip_special_tokens: bool
     logprob_start: int | None
+    output_format: OutputFormat | None = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -169,6 +167,7 @@ def _options(per_prompt: _PerPrompt, at: int, prompt: Prompt, request_id: str) -
         keeps_stop=fields.boolean("no_stop_trim", False),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         logprob_start=start if wants_logprobs and start >= 0 else None,
+        output_format=parse_output_format(fields),
     )
 
 

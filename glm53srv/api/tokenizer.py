@@ -96,6 +96,11 @@ class Tokenizer:
         """The output markers by token id."""
         return self._markers
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of all added tokens: markers, roles, ends."""
+        return frozenset(self._added_bytes)
+
     def control_id(self, text: str) -> int | None:
         """Look up an added token by its spelling; None for any other text."""
         return self._added_ids.get(text)

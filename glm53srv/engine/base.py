@@ -100,11 +100,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token drawn for a slot in this step."""
+    """The token drawn for a slot in this step.
+
+    error: this sequence cannot go on (its grammar outgrew its limits), one line; token_id then has no
+    meaning. The others do not suffer.
+    """
 
     slot: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

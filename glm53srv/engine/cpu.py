@@ -31,6 +31,7 @@ from glm53srv.engine.base import (
     StepResult,
     StepStats,
 )
+from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
 from glm53srv.kernels import Isa, KernelPool, Precision
@@ -105,10 +106,17 @@ class CpuEngine:
         self._blas_limit = threadpool_limits(limits=1, user_api="blas")
 
     @classmethod
-    def load(cls, model_dir: Path, options: EngineOptions, progress: Progress | None = None) -> CpuEngine:
+    def load(
+        cls,
+        model_dir: Path,
+        options: EngineOptions,
+        progress: Progress | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> CpuEngine:
         """Load a checkpoint on the calling thread, the engine thread from then on.
 
-        progress: called with a fraction from 0 to 1 and the stage. Raises CheckpointError or MachineError.
+        progress: called with a fraction from 0 to 1 and the stage. grammars: for constrained requests. Raises
+        CheckpointError or MachineError.
         """
         pool = KernelPool(options.num_threads, options.isa, options.cpus)
         try:
@@ -118,9 +126,8 @@ class CpuEngine:
         except BaseException:
             pool.close()
             raise
-        return cls(
-            decoder, pool, SamplerBank(config.vocab_size, config.eos_token_ids, num_valid_ids), options
-        )
+        sampler = SamplerBank(config.vocab_size, config.eos_token_ids, num_valid_ids, grammars)
+        return cls(decoder, pool, sampler, options)
 
     @property
     def limits(self) -> EngineLimits:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from glm53srv.config import EngineConfig
 from glm53srv.engine.base import Engine
 from glm53srv.errors import MachineError
 from glm53srv.machine import MachineFacts
 from glm53srv.progress import Progress
+
+if TYPE_CHECKING:  # numpy and llguidance: not before the port is open
+    from glm53srv.engine.grammar import GrammarCompiler
 
 CPU_CHUNK_TOKENS = 512
 """Prefill chunk of the CPU engine: long enough to share the decoding of tiles, short enough for caches."""
@@ -34,10 +38,13 @@ def choose_engine(config: EngineConfig, machine: MachineFacts) -> EngineChoice:
     return EngineChoice("cpu", "no NVIDIA GPU was found")
 
 
-def load_engine(config: EngineConfig, machine: MachineFacts, progress: Progress) -> Engine:
+def load_engine(
+    config: EngineConfig, machine: MachineFacts, progress: Progress, grammars: GrammarCompiler | None = None
+) -> Engine:
     """Load and warm up the chosen engine on the calling thread, the engine thread from then on.
 
-    progress: fraction 0..1 and stage. Raises CheckpointError or MachineError, one line.
+    progress: fraction 0..1 and stage. grammars: compiles the constraints of requests. Raises CheckpointError
+    or MachineError, one line.
     """
     choose_engine(config, machine)
     from glm53srv.engine.cpu import CpuEngine, EngineOptions
@@ -51,7 +58,9 @@ def load_engine(config: EngineConfig, machine: MachineFacts, progress: Progress)
         isa=Isa[config.isa.upper()],
         precision=Precision[config.precision.upper()],
     )
-    engine = CpuEngine.load(config.model_dir, options, lambda part, stage: progress(part * 0.9, stage))
+    engine = CpuEngine.load(
+        config.model_dir, options, lambda part, stage: progress(part * 0.9, stage), grammars
+    )
     progress(0.9, "warming up")
     try:
         engine.warm_up()

@@ -28,6 +28,7 @@ from glm53srv.engine.base import (
     StepResult,
     StepStats,
 )
+from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
 from glm53srv.request import TokenLogprobs
@@ -104,7 +105,7 @@ class FakeEngine:
     scripts: output token ids by request id; after its last one the first end id follows (for ever).
     Sequences without a script get deterministic pseudo-random logits of their tokens.
     before_step: called on the engine thread with each plan; may block (StepGate) or raise. fail_at_step: the
-    first step with this id or a later one raises EngineError.
+    first step with this id or a later one raises EngineError. grammars: for constrained requests.
     """
 
     def __init__(
@@ -115,13 +116,14 @@ class FakeEngine:
         before_step: Callable[[StepPlan], None] | None = None,
         fail_at_step: int | None = None,
         costs: FakeCosts | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._limits = limits
         self._scripts = {} if scripts is None else scripts
         self._before_step = before_step
         self._fail_at_step = fail_at_step
         self._costs = FakeCosts() if costs is None else costs
-        self._sampler = SamplerBank(limits.vocab_size, limits.eos_token_ids)
+        self._sampler = SamplerBank(limits.vocab_size, limits.eos_token_ids, grammars=grammars)
         self._memory = PagedMemory(limits)
         self._slots: dict[int, _Slot] = {}
         self._last_step_id = -1
@@ -243,7 +245,8 @@ class FakeEngine:
         logits = np.stack([self._logits(slot, slot.num_computed) for slot in slots])
         sampled = self._sampler.sample(slot_ids, logits)
         for token in sampled:
-            self._slots[token.slot].tokens.append(token.token_id)
+            if token.error is None:
+                self._slots[token.slot].tokens.append(token.token_id)
         return tuple(sampled)
 
     def _judge_prompt(self, piece: PrefillSlice) -> tuple[TokenLogprobs, ...]:

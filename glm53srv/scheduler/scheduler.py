@@ -291,6 +291,9 @@ class Scheduler:
         if sequence.max_output_tokens == 0:  # the prompt was all that was wanted
             self._end(sequence, SequenceState.FINISHED, now_s)
             return sequence.sequence_id, TokenEvent(None, finish=FinishReason.LENGTH)
+        if token.error is not None:  # this sequence alone cannot go on
+            self._end(sequence, SequenceState.ABORTED, now_s)
+            return sequence.sequence_id, TokenEvent(None, finish=FinishReason.ERROR, error=token.error)
         finish, is_stop_token = sequence.add_token(token.token_id, now_s)
         if finish is not None:
             self._end(sequence, SequenceState.FINISHED, now_s)

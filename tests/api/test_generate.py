@@ -208,7 +208,7 @@ def test_log_probability_lists_are_exact(
         ({"input_ids": [10**6]}, "input_ids"),
         ({"input_ids": [[1], []]}, "input_ids[1]"),
         ({"text": "a", "image_data": ["x"]}, "image_data"),
-        ({"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ({"text": "a", "sampling_params": {"regex": "(a"}}, "sampling_params.regex"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": {"temperature": "x"}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": {"sampling_seed": 2**70}}, "sampling_params.sampling_seed"),

@@ -24,8 +24,8 @@ NO_OWN_CHECK = {"TokenizeRequest": {"reasoning_effort", "chat_template_kwargs", 
 """Fields that are read only together with messages."""
 
 
-TEXT_FIELDS = ("rid", "text", "prompt", "model", "stop")
-OBJECT_FIELDS = ("logit_bias", "chat_template_kwargs", "sampling_params", "stream_options")
+TEXT_FIELDS = ("rid", "text", "prompt", "model", "stop", "guided_regex", "guided_grammar")
+OBJECT_FIELDS = ("logit_bias", "chat_template_kwargs", "sampling_params", "stream_options", "guided_json")
 
 
 def wrong_values(name: str) -> list[Any]:
@@ -141,5 +141,28 @@ def test_the_page_lists_every_path() -> None:
             assert "<script" not in text
             for path, _, _ in operations((await client.get("/openapi.json")).json()):
                 assert f"<code>{path}</code>" in text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"), [("GenerateRequest", "/generate"), ("TokenizeRequest", "/tokenize")]
+)
+def test_alternatives_are_those_of_the_server(schema: str, path: str) -> None:
+    """Each alternative is taken alone; none of them and both together are refused."""
+    doc = document()
+    names = [entry["required"][0] for entry in doc["components"]["schemas"][schema]["oneOf"]]
+    values = {
+        "text": "a",
+        "input_ids": [1],
+        "prompt": "a",
+        "messages": VALID["ChatCompletionRequest"]["messages"],
+    }
+
+    async def main() -> None:
+        async with serving(make_server()) as client:
+            for given, expected in ([names[0]], 200), ([names[1]], 200), ([], 400), (names, 400):
+                body = json.dumps({name: values[name] for name in given}).encode()
+                assert (await client.open("POST", path, body).answer()).status == expected, given
 
     asyncio.run(main())

@@ -415,3 +415,24 @@ def test_no_request_can_make_good_logits_look_broken(
 def test_a_penalty_that_would_make_logits_infinite_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"repetition_penalty must be between 0\.01 and 100"):
         SamplingParams(repetition_penalty=5e-324)
+
+
+@pytest.mark.parametrize("num_ids", [1024, 2047, 2048, 20_000])
+@pytest.mark.parametrize("top_k", [1, 2, 20, 256, 257, 1000])
+def test_top_logprobs_of_many_ids_are_the_first_of_the_ranking(num_ids: int, top_k: int) -> None:
+    generator = np.random.default_rng(num_ids + top_k)
+    for row in (
+        generator.standard_normal(num_ids, dtype=np.float32),
+        generator.integers(0, 3, num_ids).astype(np.float32),  # nearly all are tied
+        np.sort(generator.standard_normal(num_ids, dtype=np.float32)),  # the largest lie in few groups
+    ):
+        bias = tuple((token_id, -100.0) for token_id in range(0, num_ids, num_ids // 3))
+        params = SamplingParams(temperature=0.0, logit_bias=bias, num_logprobs=min(top_k, 20))
+        shown = sample_one(row, params).logprobs
+        assert shown is not None
+        biased = row.copy()
+        biased[[token_id for token_id, _ in bias]] -= 100.0
+        ranking = np.lexsort((np.arange(num_ids), -biased))
+        assert [token_id for token_id, _ in shown.top] == ranking[: min(top_k, 20)].tolist()
+        drawn = sample_one(row, replace(params, temperature=5.0, top_k=top_k, num_logprobs=None), seed=top_k)
+        assert drawn.token_id in ranking[:top_k]

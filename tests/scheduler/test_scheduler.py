@@ -9,7 +9,7 @@ import pytest
 from glm53srv.engine.base import PrefillSlice, StepPlan
 from glm53srv.engine.fake import FakeCosts
 from glm53srv.errors import ContextLengthExceeded, EngineError, InvalidRequest, QueueFull
-from glm53srv.request import FinishReason, PromptLogprobs, SamplingParams
+from glm53srv.request import FinishReason, PromptLogprobs, SamplingParams, TokenEvent
 from glm53srv.scheduler.scheduler import SchedulerSettings
 from glm53srv.scheduler.sequence import SequenceState
 from tests.builders import EOS_ID, make_limits, make_request
@@ -515,3 +515,23 @@ def test_a_preempted_prompt_is_told_each_position_once() -> None:
     assert younger.prompt_logprobs == run_alone(request, limits).prompt_logprobs
     assert len(younger.prompt_logprobs) == 22
     assert elder.finish is FinishReason.LENGTH
+
+
+def test_a_sequence_that_cannot_go_on_ends_with_an_error_and_its_neighbour_runs() -> None:
+    bench = Bench()
+    failing, other = start_decoding(bench, 2)
+    plan = bench.scheduler.plan_step(bench.now_s)
+    assert plan is not None
+    result = bench.engine.step(plan)
+    bad = slot_of(failing)
+    tokens = tuple(
+        replace(token, error="dead end") if token.slot == bad else token for token in result.tokens
+    )
+    events = dict(bench.scheduler.apply(replace(result, tokens=tokens), bench.now_s))
+    assert events[failing.sequence.sequence_id] == TokenEvent(
+        None, finish=FinishReason.ERROR, error="dead end"
+    )
+    assert events[other.sequence.sequence_id].token_id is not None
+    assert not failing.sequence.is_live
+    bench.scheduler.check_integrity()
+    bench.run_to_end()
