@@ -28,7 +28,9 @@ def machine_facts() -> dict[str, Any]:
         "gpus": _command(
             "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
         ),
-        "commit": _command("git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": " ".join(
+            _command("git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12") or ["?"]
+        ),
     }
 
 

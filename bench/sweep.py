@@ -180,7 +180,7 @@ class Sweep:
                 Check(
                     f"decode C1: {own_rate:.2f} tok/s here, {rate:.2f} by the server; apart by",
                     _apart(own_rate, rate),
-                    limit,
+                    self.options.max_clock_disagreement,
                 )
             )
 
@@ -312,6 +312,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.02,
         help="largest share by which the server's counters may differ (%(default)s)",
+    )
+    add(
+        "--max-clock-disagreement",
+        type=float,
+        default=0.02,
+        help="the same for the decode rate by the server's own clock (%(default)s)",
     )
     add("--plot", type=Path, help="draw a picture here (needs matplotlib)")
     return parser
