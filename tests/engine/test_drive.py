@@ -92,6 +92,7 @@ def test_the_cpu_engine_takes_any_token_and_judges_it_as_its_decoder_does(
     decoded = [driver.decode([token])[0].logprobs for token in ids[30:]]
     driver.release()
 
+    # sums in another order, through eight random layers
     assert len(judged) == 31
     for at, row in enumerate(judged):
         for token, value in row.top:
