@@ -87,6 +87,16 @@ def test_a_server_that_counts_wrongly_is_found(server: str, tmp_path: Path) -> N
     assert not any(name.startswith("prompt tokens:") for name in failed)
 
 
+def test_chats_in_the_published_format_go_through_generate(server: str, tmp_path: Path) -> None:
+    code, document = run(server, tmp_path / "out.json", *FEW, "--conc", "1", "--template", "glm")
+
+    (only,) = document["result"]["rounds"]["decode C1"]
+    assert code == PASSED
+    assert document["result"]["template"] == "glm"
+    assert 0 < only["completion_tokens"][0] <= 24
+    assert only["server_per_stream"] == []  # that wire tells no times of the server
+
+
 def test_a_metric_below_the_best_known_ends_the_sweep(server: str, tmp_path: Path) -> None:
     best = tmp_path / "best.json"
     best.write_text(json.dumps({"x": {"prefill 128": 1e9}, "y": {}}))
