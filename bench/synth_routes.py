@@ -1,0 +1,280 @@
+"""Synthetic expert routes with the skew and locality published for GLM-5.3-Flash. Needs numpy only.
+
+    python -m bench.synth_routes                              print the fit: targets beside what came out
+    python -m bench.synth_routes --tokens 4000 --out r.npy    uint16 (tokens, layers, top_k)
+
+The model. A token's score of an expert is a fixed offset plus Gaussian noise of unit variance, and the top_k
+largest scores win. With hundreds of experts the winning threshold hardly moves, so an expert of offset b is
+picked with probability Phi(b - threshold): an offset is the normal quantile of the wanted probability, and no
+curve has to be fitted. The noise is what makes neighbouring tokens agree:
+
+    conversation   drawn once per conversation: its own working set
+    theme, echo    first-order autoregressive, restarted with the conversation: minutes, the last few tokens
+    white          the rest of the unit variance
+
+The published skew was counted over four conversations, so part of it is their conversation noise; the offsets
+are narrowed by that share (see `_offsets`).
+
+Sources. SHARES, HOTTEST: routing statistics of 0xSero/glm53-flash-offload, 9,250 decode tokens, model
+layers 3, 7, 22, 36 and 43; layers between are interpolated, so assumed. The variance shares and time
+constants below are our own fit to the published recall of the next top 8 from recent tokens (RECALL) and to
+published cache replays; `main` prints all of them, docs/offload.md has the table.
+
+Not modelled: ties between layers, prefill, and anything two streams share beyond popularity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Routes = NDArray[np.uint16]
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 42, 288, 8
+FIRST_MODEL_LAYER = 3
+CONVERSATION_TOKENS = 2300  # 9,250 tokens are taken to be four conversations
+
+ANCHOR_LAYERS = (3, 7, 22, 36, 43)
+SHARE_RANKS = (8, 16, 32, 64, 128)
+SHARES = (
+    (0.053, 0.097, 0.178, 0.321, 0.569),
+    (0.121, 0.193, 0.298, 0.451, 0.692),
+    (0.159, 0.254, 0.392, 0.591, 0.842),
+    (0.190, 0.312, 0.460, 0.645, 0.870),
+    (0.176, 0.278, 0.419, 0.622, 0.864),
+)
+HOTTEST = (0.065, 0.194, 0.225, 0.245, 0.268)
+GINI = (0.18, 0.37, 0.55, 0.60, 0.58)
+RECALL = {8: (0.325, 0.336), 16: (0.44, 0.45), 24: (0.51, 0.51), 32: (0.56, 0.57)}
+
+# Share of the unit variance in deep layers. TOPIC_BY_DEPTH scales the first: a near uniform layer has no
+# room for a conversation's own working set.
+VAR_CONVERSATION = 0.32
+VAR_THEME = 0.06
+ECHO_SHARE = 0.89
+TOPIC_BY_DEPTH = (0.20, 0.50, 1.0, 1.0, 1.0)
+TAU_THEME, TAU_ECHO = 60.0, 1.75  # tokens
+SAMPLED_CONVERSATIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RouteModel:
+    """Who is popular, and how much of the score each kind of noise makes.
+
+    offsets: float32 (layers, experts). deviation: float32 (4, layers, 1), standard deviations of
+    conversation, theme, echo, white.
+    """
+
+    offsets: NDArray[np.float32]
+    deviation: NDArray[np.float32]
+
+
+def route_model(
+    num_layers: int = NUM_LAYERS, num_experts: int = NUM_EXPERTS, top_k: int = TOP_K, model_seed: int = 0
+) -> RouteModel:
+    """Build the model. Sizes other than 42, 288, 8 run; their skew is stretched to fit, not calibrated."""
+    depth = FIRST_MODEL_LAYER + np.arange(num_layers) * (NUM_LAYERS - 1) / max(1, num_layers - 1)
+    scale = np.interp(depth, ANCHOR_LAYERS, TOPIC_BY_DEPTH)
+    conversation, theme = VAR_CONVERSATION * scale, VAR_THEME * scale
+    rest = 1.0 - conversation - theme
+    variance = np.stack([conversation, theme, ECHO_SHARE * rest, (1.0 - ECHO_SHARE) * rest])
+    shares = np.stack([np.interp(depth, ANCHOR_LAYERS, column) for column in zip(*SHARES, strict=True)], 1)
+    hottest = np.interp(depth, ANCHOR_LAYERS, HOTTEST)
+    rng = np.random.default_rng((model_seed, 0x5EED))
+    offsets = np.empty((num_layers, num_experts), np.float32)
+    for layer in range(num_layers):
+        wanted = pick_probabilities(shares[layer], float(hottest[layer]), num_experts, top_k)
+        offsets[layer] = rng.permutation(_offsets(wanted, float(conversation[layer]) / SAMPLED_CONVERSATIONS))
+    return RouteModel(offsets, np.sqrt(variance).astype(np.float32)[:, :, None])
+
+
+def pick_probabilities(
+    shares: NDArray[np.float64], hottest: float, num_experts: int, top_k: int
+) -> NDArray[np.float64]:
+    """Return the chance of each rank to be among a token's top_k: float64 (experts,), falling, sum top_k.
+
+    shares: part of all picks held by the SHARE_RANKS most popular. hottest: the chance of rank 1. Between
+    the given ranks the logarithm runs straight; each interval is then scaled to hold its share.
+    """
+    edges = np.concatenate([[0], np.asarray(SHARE_RANKS) * num_experts / NUM_EXPERTS, [num_experts]])
+    edges = np.maximum.accumulate(np.rint(edges)).astype(int)
+    mass = np.diff(np.concatenate([[0.0], shares, [1.0]])) * top_k
+    width = np.maximum(np.diff(edges), 1)
+    middle = (edges[:-1] + edges[1:]) / 2
+    rank = np.arange(num_experts) + 0.5
+    knots = np.concatenate([[0.5], middle, [num_experts]])
+    level = np.log(np.concatenate([[max(hottest, mass[0] / width[0])], mass / width, [mass[-1] / width[-1]]]))
+    level[-1] = 2 * level[-2] - np.interp(
+        float(edges[-2]), knots, level
+    )  # the tail falls on at its own slope
+    curve = np.exp(np.interp(rank, knots, level))
+    for _ in range(20):
+        for begin, end, total in zip(edges[:-1], edges[1:], mass, strict=True):
+            if end > begin:
+                curve[begin:end] *= total / curve[begin:end].sum()
+        curve = -np.sort(-np.minimum(curve, 0.98))
+    return np.asarray(curve * (top_k / curve.sum()))
+
+
+def _offsets(wanted: NDArray[np.float64], sampled_variance: float) -> NDArray[np.float64]:
+    """Normal quantiles of the wanted probabilities, less the spread that a few conversations add by chance.
+
+    Over the counted conversations an expert's effective offset is its own plus the mean of their draws,
+    which has `sampled_variance`; the noise left around it has 1 - sampled_variance.
+    """
+    quantile = statistics.NormalDist().inv_cdf
+    seen = np.sqrt(1.0 - sampled_variance) * np.array([quantile(float(p)) for p in wanted])
+    spread = float(seen.var())
+    narrowing = np.sqrt(max(0.0, 1.0 - sampled_variance / spread)) if spread > 0 else 0.0
+    return np.asarray((seen - seen.mean()) * narrowing)
+
+
+def generate(
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    model: RouteModel | None = None,
+    top_k: int = TOP_K,
+    conversation_tokens: int = CONVERSATION_TOKENS,
+) -> Routes:
+    """Generate one decode stream: uint16 (num_tokens, layers, top_k), best score first, distinct in a row.
+
+    seed draws the conversations; a new one starts every conversation_tokens. A longer trace begins with the
+    shorter one. Raises ValueError for sizes that make no sense.
+    """
+    model = model or route_model()
+    num_layers, num_experts = model.offsets.shape
+    if num_tokens < 0 or conversation_tokens < 1 or not 1 <= top_k <= num_experts:
+        raise ValueError("need num_tokens >= 0, conversation_tokens >= 1 and 1 <= top_k <= experts")
+    rng = np.random.default_rng((seed, 0x70C5))
+    keep = np.exp(-1.0 / np.array([TAU_THEME, TAU_ECHO])).astype(np.float32)
+    fresh = np.sqrt(1.0 - keep**2) * 1.0
+    deviation = model.deviation
+    routes = np.empty((num_tokens, num_layers, top_k), np.uint16)
+    base = theme = echo = model.offsets
+    for t in range(num_tokens):
+        noise = rng.standard_normal((3, num_layers, num_experts), dtype=np.float32)
+        if t % conversation_tokens == 0:
+            own = rng.standard_normal((num_layers, num_experts), dtype=np.float32)
+            base = model.offsets + deviation[0] * own
+            theme, echo = deviation[1] * noise[0], deviation[2] * noise[1]
+        else:
+            theme = keep[0] * theme + (fresh[0] * deviation[1]) * noise[0]
+            echo = keep[1] * echo + (fresh[1] * deviation[2]) * noise[1]
+        score = base + theme + echo + deviation[3] * noise[2]
+        best = np.argpartition(score, num_experts - top_k, axis=1)[:, num_experts - top_k :]
+        order = np.argsort(-np.take_along_axis(score, best, 1), axis=1)
+        routes[t] = np.take_along_axis(best, order, 1)
+    return routes
+
+
+def load_routes(path: Path) -> Routes:
+    """Read a recorded trace: an integer array (tokens, layers, top_k). Raises ValueError with the file's
+    name.
+    """
+    array = np.load(path, allow_pickle=False)
+    if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer) or array.min(initial=0) < 0:
+        raise ValueError(f"{path}: need a non-negative integer array (tokens, layers, top_k)")
+    return np.asarray(array, np.uint16)
+
+
+def pick_counts(routes: Routes, num_experts: int = NUM_EXPERTS) -> NDArray[np.int64]:
+    """Picks of every expert: int64 (layers, experts)."""
+    return np.stack(
+        [np.bincount(layer.ravel(), minlength=num_experts) for layer in routes.transpose(1, 0, 2)]
+    )
+
+
+def gini(counts: NDArray[np.int64]) -> float:
+    """Gini coefficient of one layer's pick counts: 0 uniform, towards 1 concentrated."""
+    ascending = np.sort(counts)
+    n = len(ascending)
+    return float(2 * (np.arange(1, n + 1) * ascending).sum() / (n * ascending.sum()) - (n + 1) / n)
+
+
+def top_shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Part of a layer's picks held by its SHARE_RANKS most popular experts."""
+    falling = -np.sort(-counts)
+    return np.array([falling[:rank].sum() / falling.sum() for rank in SHARE_RANKS])
+
+
+def recency_recall(
+    routes: Routes, num_experts: int = NUM_EXPERTS, conversation_tokens: int = CONVERSATION_TOKENS
+) -> dict[int, float]:
+    """Part of the picks that are among the N experts of largest recency score, sum of 0.3 ** age, per N.
+
+    Experts never seen in the conversation rank in random order. Every fifth token is looked at, from the
+    41st of a conversation on.
+    """
+    num_layers, top_k = routes.shape[1:]
+    sizes = tuple(RECALL)
+    score = np.zeros((num_layers, num_experts), np.float32)
+    rng = np.random.default_rng(0)
+    found, seen = np.zeros(len(sizes)), 0
+    for t, picks in enumerate(routes.astype(np.int64)):
+        place = t % conversation_tokens
+        if place == 0:
+            score[:] = 0
+        if place > 40 and place % 5 == 0:
+            jittered = score + 1e-12 * rng.random(score.shape, dtype=np.float32)
+            mine = np.take_along_axis(jittered, picks, 1)
+            rank = (jittered[:, None, :] > mine[:, :, None]).sum(2)
+            found += [(rank < size).sum() for size in sizes]
+            seen += num_layers * top_k
+        score *= 0.3
+        np.put_along_axis(score, picks, np.take_along_axis(score, picks, 1) + 1.0, 1)
+    return {size: float(hit / max(1, seen)) for size, hit in zip(sizes, found, strict=True)}
+
+
+def distinct_picks(streams: list[Routes]) -> float:
+    """Mean number of distinct (layer, expert) pairs per step when the streams decode together."""
+    rows = np.sort(np.concatenate(streams, axis=2).astype(np.int32), axis=2)
+    return float((1 + (np.diff(rows, axis=2) != 0).sum(2)).sum(1).mean())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Generate, save if asked, and print target beside result."""
+    parser = argparse.ArgumentParser(
+        description="Synthetic expert routes and their fit to published statistics."
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=9250, help="tokens per trace (default 9250, as published)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which conversations")
+    parser.add_argument("--model-seed", type=int, default=0, help="which experts are popular")
+    parser.add_argument("--draws", type=int, default=1, help="average the fit over this many seeds")
+    parser.add_argument("--out", type=Path, help="write the first trace to this .npy file")
+    args = parser.parse_args(argv)
+    model = route_model(model_seed=args.model_seed)
+    traces = [generate(args.tokens, seed=args.seed + i, model=model) for i in range(args.draws)]
+    if args.out:
+        np.save(args.out, traces[0])
+    counts = [pick_counts(trace) for trace in traces]
+    print(f"{args.tokens} tokens, mean of {args.draws}; got/published")
+    for row, layer in enumerate(ANCHOR_LAYERS):
+        mine = [c[layer - FIRST_MODEL_LAYER] for c in counts]
+        share = np.mean([top_shares(c) for c in mine], 0)
+        hottest = np.mean([c.max() * TOP_K / c.sum() for c in mine])
+        listed = "  ".join(f"{g:.3f}/{w:.3f}" for g, w in zip(share, SHARES[row], strict=True))
+        print(
+            f"layer {layer:2d}  gini {np.mean([gini(c) for c in mine]):.2f}/{GINI[row]:.2f}"
+            f"  hottest {hottest:.3f}/{HOTTEST[row]:.3f}  top 8..128 {listed}"
+        )
+    recalls = [recency_recall(trace) for trace in traces]
+    for size, (low, high) in RECALL.items():
+        print(f"recall of {size}: {np.mean([r[size] for r in recalls]):.3f}/{low:.3f}-{high:.3f}")
+    streams = [trace[:600] for trace in traces[:1]]
+    streams += [generate(600, seed=args.seed + 1000 + i, model=model) for i in range(3)]
+    print(
+        "distinct picks per step, 1/2/4 streams:", *(f"{distinct_picks(streams[:n]):.0f}" for n in (1, 2, 4))
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""What a miss costs on either lane, and the table that turns costs into a decision.
+
+A layer's routed experts run on two lanes at once: the GPU computes the experts in VRAM and reads some misses
+over the link, the CPU computes the other misses.
+
+    cpu_ms(n)       = 0 for n = 0, else cpu_fixed_ms + n * cpu_expert_ms
+    gpu_ms(h, m)    = h * vram_expert_ms + m * zero_copy_ms
+    layer           = max(cpu_ms(n), gpu_ms(h, misses - n))
+
+Costs change slowly and by measurement; the decision is needed in every layer of every step, on the device.
+So the host solves the small problem for every (hits, misses) and hands over an integer table: the kernel
+needs no floating point, and equals the pure rule bit for bit whatever the costs are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mode = Literal["fast", "exact"]
+
+CPU_FIXED_MS = 0.11
+"""Hand-over, wake-up and reduction of one CPU job (0xSero/glm53-flash-offload, EPYC 7443P, its cost model).
+"""
+CPU_EXPERT_MS_22_THREADS = 0.104
+"""One expert on 22 threads of the same machine; scaled by the thread count until measured here."""
+ZERO_COPY_MS = 0.40
+"""One expert read over PCIe 4.0 x16 by the GPU, 23.6 GB/s (same source)."""
+VRAM_EXPERT_MS = 0.034
+"""One expert computed from VRAM on an RTX 3090 (same source: 4.2 ms per token at 36 % hits)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Milliseconds of one layer's routed experts; see the head of the file."""
+
+    cpu_fixed_ms: float
+    cpu_expert_ms: float
+    zero_copy_ms: float
+    vram_expert_ms: float
+
+    def __post_init__(self) -> None:
+        """Check that every cost is a time. Raises ValueError."""
+        values = (self.cpu_fixed_ms, self.vram_expert_ms, self.cpu_expert_ms, self.zero_copy_ms)
+        if not all(np.isfinite(value) and value >= 0 for value in values) or min(values[2:]) <= 0:
+            raise ValueError(f"costs must be positive milliseconds: {self}")
+
+    def cpu_ms(self, num_experts: int) -> float:
+        """Time of a CPU job over num_experts experts."""
+        return self.cpu_fixed_ms + num_experts * self.cpu_expert_ms if num_experts else 0.0
+
+    def gpu_ms(self, num_hits: int, num_link: int) -> float:
+        """Time of the GPU lane: experts in VRAM, then experts read in place."""
+        return num_hits * self.vram_expert_ms + num_link * self.zero_copy_ms
+
+    def layer_ms(self, num_hits: int, num_link: int, num_cpu: int) -> float:
+        """Time of a layer's routed experts: the slower lane."""
+        return max(self.cpu_ms(num_cpu), self.gpu_ms(num_hits, num_link))
+
+
+@dataclass(frozen=True, slots=True)
+class CostOverrides:
+    """Values that the user pins (GLM53_CT_A, GLM53_CT_B, GLM53_CT_TZC); None is measured and tracked."""
+
+    cpu_fixed_ms: float | None = None
+    cpu_expert_ms: float | None = None
+    zero_copy_ms: float | None = None
+
+    def apply(self, costs: CostModel) -> CostModel:
+        """Return costs with the pinned values in place."""
+        return CostModel(
+            cpu_fixed_ms=costs.cpu_fixed_ms if self.cpu_fixed_ms is None else self.cpu_fixed_ms,
+            cpu_expert_ms=costs.cpu_expert_ms if self.cpu_expert_ms is None else self.cpu_expert_ms,
+            zero_copy_ms=costs.zero_copy_ms if self.zero_copy_ms is None else self.zero_copy_ms,
+            vram_expert_ms=costs.vram_expert_ms,
+        )
+
+
+def default_costs(num_threads: int) -> CostModel:
+    """Guess costs before anything is measured. Raises ValueError for num_threads < 1."""
+    if num_threads < 1:
+        raise ValueError("num_threads must be at least 1")
+    return CostModel(CPU_FIXED_MS, CPU_EXPERT_MS_22_THREADS * 22 / num_threads, ZERO_COPY_MS, VRAM_EXPERT_MS)
+
+
+def fit_cpu_cost(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fit (cpu_fixed_ms, cpu_expert_ms) to calibration runs of (experts in the job, milliseconds).
+
+    The slope is the median of the slopes between all pairs of different size, the intercept the median of
+    what is left (Theil-Sen): a few runs that were interrupted do not move it. Raises ValueError when all
+    jobs have one size, or the slope is not positive.
+    """
+    slopes = [
+        (second_ms - first_ms) / (second - first)
+        for (first, first_ms), (second, second_ms) in itertools.combinations(samples, 2)
+        if first != second
+    ]
+    if not slopes or (slope := statistics.median(slopes)) <= 0:
+        raise ValueError("calibration needs jobs of different sizes whose time grows with the size")
+    return max(0.0, statistics.median(ms - size * slope for size, ms in samples)), slope
+
+
+class TrackedCost:
+    """One cost followed online: an exponential mean whose single steps are bounded.
+
+    An observation moves the estimate by at most `weight` times three typical deviations, so a stall of a
+    hundred times the usual (a page fault, another process) counts like one slow sample; a lasting change
+    still gets through, because the typical deviation grows with it. Owned by the engine thread.
+    """
+
+    def __init__(self, initial_ms: float, weight: float = 0.02) -> None:
+        self.value_ms = initial_ms
+        self._deviation_ms = 0.1 * initial_ms
+        self._weight = weight
+
+    def observe(self, measured_ms: float) -> None:
+        """Take one measurement; anything but a positive finite number is ignored."""
+        if not (np.isfinite(measured_ms) and measured_ms > 0):
+            return
+        error = measured_ms - self.value_ms
+        bound = 3.0 * self._deviation_ms
+        clipped = min(max(error, -bound), bound)
+        self.value_ms = max(self.value_ms + self._weight * clipped, 0.01 * self.value_ms)
+        self._deviation_ms += self._weight * (min(abs(error), bound) - self._deviation_ms)
+        self._deviation_ms = max(self._deviation_ms, 0.01 * self.value_ms)
+
+
+class CostTracker:
+    """The cost model in force: measured at start, corrected online, pinned where the user says so.
+
+    Owned by the engine thread, fed between steps with the times that the CPU lane and the link report. The
+    fixed part of a CPU job stays as calibrated; its drift goes into the per-expert cost.
+    """
+
+    def __init__(self, initial: CostModel, overrides: CostOverrides | None = None) -> None:
+        overrides = overrides or CostOverrides()
+        self._base = overrides.apply(initial)
+        self._cpu = None if overrides.cpu_expert_ms is not None else TrackedCost(self._base.cpu_expert_ms)
+        self._link = None if overrides.zero_copy_ms is not None else TrackedCost(self._base.zero_copy_ms)
+
+    @property
+    def costs(self) -> CostModel:
+        """Current costs."""
+        return replace(
+            self._base,
+            cpu_expert_ms=self._cpu.value_ms if self._cpu else self._base.cpu_expert_ms,
+            zero_copy_ms=self._link.value_ms if self._link else self._base.zero_copy_ms,
+        )
+
+    def observe_cpu(self, num_experts: int, elapsed_ms: float) -> None:
+        """Learn from one CPU job of num_experts experts."""
+        if self._cpu and num_experts > 0:
+            self._cpu.observe((elapsed_ms - self._base.cpu_fixed_ms) / num_experts)
+
+    def observe_link(self, num_experts: int, elapsed_ms: float) -> None:
+        """Learn from num_experts experts read in place in elapsed_ms."""
+        if self._link and num_experts > 0:
+            self._link.observe(elapsed_ms / num_experts)
+
+
+def cpu_count_table(costs: CostModel, max_picks: int, mode: Mode) -> NDArray[np.int32]:
+    """Return how many misses go to the CPU: int32 (max_picks + 1, max_picks + 1), indexed [hits, misses].
+
+    Each entry minimises CostModel.layer_ms; of equal ones the smallest count wins, since a pick computed by
+    the GPU is exact. `exact` sends none. Entries with hits + misses > max_picks cannot occur and are 0.
+    """
+    table = np.zeros((max_picks + 1, max_picks + 1), np.int32)
+    if mode == "exact":
+        return table
+    count = np.arange(max_picks + 1)
+    cpu_ms = np.array([costs.cpu_ms(n) for n in range(max_picks + 1)])
+    for misses in range(1, max_picks + 1):
+        hits = np.arange(max_picks + 1 - misses)[:, None]
+        gpu_ms = hits * costs.vram_expert_ms + (misses - count[None, : misses + 1]) * costs.zero_copy_ms
+        layer_ms = np.maximum(gpu_ms, cpu_ms[None, : misses + 1])
+        table[: max_picks + 1 - misses, misses] = layer_ms.argmin(axis=1)
+    return table

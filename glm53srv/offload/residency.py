@@ -1,0 +1,348 @@
+"""Which experts live in VRAM: one pool of slots for all layers, CLOCK with heat, admission on second touch.
+
+A slot's life. Every transition happens inside `advance`, `shrink` or `grow`, on the host, between steps:
+
+    state      holds                                   leaves to
+    FREE       nothing                                 COPYING (admission), LENT (shrink)
+    COPYING    a key whose bytes are on their way      RESIDENT (landed); LENT, FREE (landed, called back)
+    RESIDENT   a key that steps may read               DRAINING (victim, or shrink)
+    DRAINING   nothing; the step that was running      COPYING (its next key), FREE, LENT: at the next advance
+               at unmap time may still read it
+    LENT       memory of a prefill                     FREE (grow)
+
+So a slot is unmapped one step before it is overwritten, and mapped only after its bytes landed:
+
+    advance i      unmap victim          takes effect before step i + 1; step i may be running and reading it
+    advance i + 1  issue its copy        step i is over, because its routing log has been read
+    advance j      map, if landed        takes effect before step j + 1
+
+What the choices rest on (replays of synthetic routes, bench/replay_routing.py; docs/offload.md has the
+numbers): copying every miss makes the link the bottleneck and gains little; a second touch within a few
+steps picks the same experts for a fraction of the traffic; among the slots that CLOCK would evict next,
+taking the coldest keeps an expert that is merely resting. Prefill routes are never observed: they would
+rule the heat of decode.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.split import HEAT_ONE
+
+Ints = NDArray[np.int32]
+NONE = np.int32(-1)
+
+
+class SlotState(enum.IntEnum):
+    """State of a slot; see the table at the head of the file."""
+
+    FREE = 0
+    COPYING = 1
+    RESIDENT = 2
+    DRAINING = 3
+    LENT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyParams:
+    """Knobs of the policy.
+
+    touch_window_steps: a miss is admitted if its expert was also picked in one of this many earlier steps; 0
+    admits at first touch. heat_keep: what a decode step leaves of an expert's heat; 0.985 forgets half in 46
+    steps. victim_window: how many slots per victim CLOCK offers, of which the coldest goes; 1 is plain CLOCK.
+    min_heat_gain: a miss replaces a victim only if it is hotter by this much, in picks per step. A copy costs
+    about as much link time as it saves in 1 / 0.02 steps; below -1 switches the guard off. max_in_flight:
+    copies decided and not yet landed.
+    """
+
+    touch_window_steps: int = 8
+    heat_keep: float = 0.985
+    victim_window: int = 8
+    min_heat_gain: float = 0.02
+    max_in_flight: int = 64
+
+    def __post_init__(self) -> None:
+        """Check every range. Raises ValueError."""
+        if self.touch_window_steps < 0 or self.victim_window < 1 or self.max_in_flight < 1:
+            raise ValueError(f"impossible residency parameters: {self}")
+        if not 0.0 < self.heat_keep < 1.0:
+            raise ValueError("heat_keep must lie between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyUpdate:
+    """What the mechanism does between two steps, in this order; all arrays int32.
+
+    unmap_keys: table entries to clear before the next step. map_keys, map_slots: entries to set before the
+    next step. copy_keys, copy_slots: copies to start now, in order; nothing maps their slots.
+    """
+
+    unmap_keys: Ints
+    map_keys: Ints
+    map_slots: Ints
+    copy_keys: Ints
+    copy_slots: Ints
+
+
+class ResidencyPolicy:
+    """Owns the assignment of experts to slots. Called by the engine thread only, between steps.
+
+    Per decode step: `observe` with its routing log, then `advance`. Slots [0, capacity) hold experts, slots
+    [capacity, num_slots) are lent or about to be. Invariants: see check_integrity.
+    """
+
+    def __init__(
+        self, geometry: ExpertGeometry, num_slots: int, params: ResidencyParams | None = None
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError("the pool needs at least one slot")
+        self.geometry = geometry
+        self.num_slots = num_slots
+        self.params = params or ResidencyParams()
+        self.capacity = num_slots
+        self.heat = np.zeros(geometry.num_keys, np.float32)
+        self._state = np.full(num_slots, SlotState.FREE, np.int8)
+        # The key that a slot holds (RESIDENT), receives (COPYING) or will receive (DRAINING).
+        self._slot_key = np.full(num_slots, NONE, np.int32)
+        self._key_slot = np.full(geometry.num_keys, NONE, np.int32)
+        self._referenced = np.zeros(num_slots, bool)
+        self._hand = 0
+        self._step = 0
+        self._last_touch = np.full(geometry.num_keys, np.iinfo(np.int32).min // 2, np.int32)
+        self._missed = np.empty(0, np.int32)  # keys without a slot in the last observed step
+        self._touched_again = np.empty(0, bool)  # of those, the ones inside the touch window
+        self._remembered = np.empty(0, np.int32)  # keys to bring back when slots are free
+        self._advances = 0
+        self._unmapped_at = np.zeros(num_slots, np.int64)  # the advance that cleared a draining slot's entry
+        self._layer_base = (np.arange(geometry.num_layers, dtype=np.int32) * geometry.num_experts)[:, None]
+        self._pending_unmap: list[Ints] = []
+
+    def table(self) -> Ints:
+        """Return the residency table: int32 (layers, experts), the slot of an expert or -1. A fresh array."""
+        mapped = np.full(self.geometry.num_keys, NONE, np.int32)
+        resident = np.flatnonzero(self._state == SlotState.RESIDENT).astype(np.int32)
+        mapped[self._slot_key[resident]] = resident
+        return mapped.reshape(self.geometry.num_layers, self.geometry.num_experts)
+
+    def heat_table(self) -> Ints:
+        """Return heat as the split rule takes it: int32 (layers, experts), HEAT_ONE = picked every step."""
+        scaled = (self.heat * np.float32(HEAT_ONE)).astype(np.int32)
+        return scaled.reshape(self.geometry.num_layers, self.geometry.num_experts)
+
+    def slot_states(self) -> NDArray[np.int8]:
+        """Return the state of every slot: int8 (num_slots,), a copy."""
+        return self._state.copy()
+
+    @property
+    def is_lent(self) -> bool:
+        """No copy or step can touch the slots beyond the capacity any more."""
+        return bool((self._state[self.capacity :] == SlotState.LENT).all())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Copies that run, and those that start at the next advance."""
+        waiting = (self._state == SlotState.DRAINING) & (self._slot_key >= 0)
+        return int((self._state == SlotState.COPYING).sum() + waiting.sum())
+
+    def observe(self, picks: NDArray[np.integer]) -> None:
+        """Take the routing log of one decode step: integer (layers, P) expert ids, -1 where there is none.
+
+        Marks reference bits, heats the picked experts, and notes the misses for the next advance. Raises
+        IndexError for an expert that does not exist.
+        """
+        if picks.size and int(picks.max()) >= self.geometry.num_experts:
+            raise IndexError(f"expert {int(picks.max())} of {self.geometry.num_experts}")
+        flags = np.zeros(self.geometry.num_keys, bool)
+        flags[(picks + self._layer_base)[picks >= 0]] = True
+        keys = np.flatnonzero(flags).astype(np.int32)
+        self._step += 1
+        self.heat *= np.float32(self.params.heat_keep)
+        self.heat[keys] += np.float32(1.0 - self.params.heat_keep)
+        slots = self._key_slot[keys]
+        self._referenced[slots[slots >= 0]] = True
+        self._missed = keys[slots < 0]
+        window = self.params.touch_window_steps
+        self._touched_again = self._last_touch[self._missed] >= self._step - window
+        if window == 0:
+            self._touched_again[:] = True
+        self._last_touch[keys] = self._step
+
+    def advance(self, landed_slots: NDArray[np.integer], max_admissions: int) -> ResidencyUpdate:
+        """Decide the update before the next step.
+
+        landed_slots: slots whose copy has arrived since the last call. max_admissions: experts that may be
+        admitted now, from the copy budget. Call it only when the step before the running one is over.
+        Raises ValueError for a landed slot that was not being copied.
+        """
+        self._advances += 1
+        mapped = self._land(np.asarray(landed_slots, np.int32))
+        copied = [self._end_draining()]
+        room = max(0, min(max_admissions, self.params.max_in_flight - self.num_in_flight))
+        filled = self._fill_free(room)
+        copied.append(filled)
+        self._replace(room - len(filled), mapped)
+        self._missed, self._touched_again = self._missed[:0], self._touched_again[:0]
+        copy_slots = np.concatenate(copied)
+        unmapped = np.concatenate([np.empty(0, np.int32), *self._pending_unmap])
+        self._pending_unmap = []
+        return ResidencyUpdate(
+            unmapped, self._slot_key[mapped], mapped, self._slot_key[copy_slots], copy_slots
+        )
+
+    def shrink(self, num_slots: int) -> None:
+        """Take num_slots slots from the end of the pool, remembering what they hold.
+
+        They are unmapped by the next advance and lent (`is_lent`) once the running step is over and copies
+        into them have landed. Raises ValueError when fewer slots are left.
+        """
+        if not 0 <= num_slots <= self.capacity:
+            raise ValueError(f"cannot lend {num_slots} of {self.capacity} slots")
+        self.capacity -= num_slots
+        self._hand %= max(1, self.capacity)
+        leaving = np.arange(self.capacity, self.capacity + num_slots)
+        keys = self._slot_key[leaving]
+        held = keys[keys >= 0]
+        state = self._state[leaving]
+        resident = leaving[state == SlotState.RESIDENT]
+        self._drain(resident, self._advances + 1)
+        self._slot_key[leaving] = NONE  # a copy under way lands unheeded
+        self._state[leaving[state == SlotState.FREE]] = SlotState.LENT
+        self._key_slot[held] = NONE
+        self._remember(held)
+
+    def grow(self, num_slots: int) -> None:
+        """Take back num_slots lent slots; what they held is copied back as the budget allows.
+
+        Raises ValueError when fewer are lent.
+        """
+        if not 0 <= num_slots <= self.num_slots - self.capacity:
+            raise ValueError(f"cannot take back {num_slots} slots, {self.num_slots - self.capacity} are lent")
+        returned = np.arange(self.capacity, self.capacity + num_slots)
+        self.capacity += num_slots
+        self._state[returned[self._state[returned] == SlotState.LENT]] = SlotState.FREE
+
+    def warm_start(self, heat: NDArray[np.float32]) -> None:
+        """Begin with the heat of an earlier run: float32 (num_keys,). Its hottest experts fill free slots.
+
+        Raises ValueError for a wrong shape.
+        """
+        if heat.shape != self.heat.shape:
+            raise ValueError(f"heat has shape {heat.shape}, need {self.heat.shape}")
+        self.heat[:] = heat
+        self._remember(np.flatnonzero(heat > 0).astype(np.int32))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        state, keys = self._state, self._slot_key
+        held = np.flatnonzero(keys >= 0)
+        assert len(np.unique(keys[held])) == len(held), "an expert has two slots"
+        assert (self._key_slot[keys[held]] == held).all(), "a slot's expert does not know it"
+        assert (self._key_slot >= 0).sum() == len(held), "an expert believes in a slot that is not its own"
+        assert (keys[(state == SlotState.FREE) | (state == SlotState.LENT)] < 0).all(), (
+            "an empty slot has a key"
+        )
+        assert (keys[state == SlotState.RESIDENT] >= 0).all(), "a resident slot without a key"
+        assert (keys[self.capacity :] < 0).all(), "a slot beyond the capacity still serves"
+        assert not (state[self.capacity :] == SlotState.FREE).any(), "a slot beyond the capacity is free"
+        assert not (state[: self.capacity] == SlotState.LENT).any(), "a slot within the capacity is lent"
+        assert self.num_in_flight <= self.params.max_in_flight, "too many copies in flight"
+
+    def _land(self, slots: Ints) -> Ints:
+        """Finish copies; return the slots to map."""
+        if not (self._state[slots] == SlotState.COPYING).all():
+            raise ValueError("a copy landed in a slot that was not being copied to")
+        wanted = self._slot_key[slots] >= 0
+        kept, dropped = slots[wanted], slots[~wanted]
+        self._state[kept] = SlotState.RESIDENT
+        self._referenced[kept] = True  # one turn of the hand to prove itself
+        self._release(dropped)
+        return kept
+
+    def _end_draining(self) -> Ints:
+        """Start the copies into slots whose entry an earlier advance cleared; return those slots."""
+        over = (self._state == SlotState.DRAINING) & (self._unmapped_at < self._advances)
+        slots = np.flatnonzero(over).astype(np.int32)
+        wanted = self._slot_key[slots] >= 0
+        self._state[slots[wanted]] = SlotState.COPYING
+        self._release(slots[~wanted])
+        return slots[wanted]
+
+    def _fill_free(self, room: int) -> Ints:
+        """Admit the hottest of this step's misses and the remembered keys into free slots; return the
+        slots.
+        """
+        self._remembered = self._remembered[self._key_slot[self._remembered] < 0]
+        free = np.flatnonzero(self._state[: self.capacity] == SlotState.FREE).astype(np.int32)[:room]
+        if not len(free):
+            return free
+        keys = self._hottest(np.union1d(self._missed, self._remembered), len(free))
+        slots = free[: len(keys)]
+        self._slot_key[slots] = keys
+        self._key_slot[keys] = slots
+        self._state[slots] = SlotState.COPYING
+        return slots
+
+    def _replace(self, room: int, just_mapped: Ints) -> None:
+        """Let misses of second touch, hottest first, take the slots of victims.
+
+        just_mapped: slots that this advance maps; unmapping them in the same update would contradict it.
+        """
+        wanted = self._missed[self._touched_again]
+        keys = self._hottest(wanted[self._key_slot[wanted] < 0], room)
+        if not len(keys):
+            return
+        slots = self._sweep(len(keys), just_mapped)
+        keys = keys[: len(slots)]
+        hotter = self.heat[keys] - self.heat[self._slot_key[slots]] > self.params.min_heat_gain
+        keys, slots = keys[hotter], slots[hotter]
+        self._drain(slots, self._advances)
+        self._slot_key[slots] = keys
+        self._key_slot[keys] = slots
+
+    def _sweep(self, num_victims: int, exempt: Ints) -> Ints:
+        """Move the hand past num_victims unreferenced resident slots; return the coldest ahead of it.
+
+        int32 (<= num_victims,), coldest first. A reference bit that the hand passes is cleared. When one
+        turn finds too few, the second turn takes referenced slots too.
+        """
+        ring = (self._hand + np.arange(self.capacity, dtype=np.int32)) % max(1, self.capacity)
+        evictable = self._state == SlotState.RESIDENT
+        evictable[exempt] = False
+        resident = evictable[ring]
+        offered = np.flatnonzero(resident & ~self._referenced[ring])
+        if len(offered) < num_victims:
+            self._referenced[: self.capacity] = False
+            offered = np.flatnonzero(resident)
+        if not len(offered):
+            return np.empty(0, np.int32)
+        end = int(offered[min(num_victims, len(offered)) - 1])
+        self._referenced[ring[: end + 1]] = False
+        self._hand = int(ring[end] + 1) % self.capacity
+        near = ring[offered[: num_victims * self.params.victim_window]]
+        return near[np.argsort(self.heat[self._slot_key[near]], kind="stable")[:num_victims]]
+
+    def _drain(self, slots: NDArray[np.integer], unmapped_at: int) -> None:
+        """Unmap resident slots in the advance numbered unmapped_at; their keys lose their slot."""
+        keys = self._slot_key[slots]
+        self._key_slot[keys] = NONE
+        self._state[slots] = SlotState.DRAINING
+        self._unmapped_at[slots] = unmapped_at
+        self._pending_unmap.append(keys)
+
+    def _release(self, slots: Ints) -> None:
+        """Put slots that hold nothing where they belong: free, or lent beyond the capacity."""
+        self._slot_key[slots] = NONE
+        self._state[slots] = np.where(slots < self.capacity, SlotState.FREE, SlotState.LENT)
+
+    def _hottest(self, keys: Ints, count: int) -> Ints:
+        """Return up to count keys, hottest first, the lower key first among equals."""
+        return keys[np.argsort(-self.heat[keys], kind="stable")[:count]]
+
+    def _remember(self, keys: Ints) -> None:
+        """Note keys for re-warming, the hottest num_slots of all noted ones."""
+        self._remembered = self._hottest(np.union1d(self._remembered, keys), self.num_slots)

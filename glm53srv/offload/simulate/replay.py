@@ -1,0 +1,71 @@
+"""One decode loop of policy and simulated device, pipelined as on the real one: the host is a step behind.
+
+step t      device runs with the table as it stands
+            host reads the log of step t - 1, advances the policy; copies start, the table changes for t
+            + 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53srv.offload.copy_budget import CopyBudget
+from glm53srv.offload.residency import ResidencyPolicy
+from glm53srv.offload.simulate.device import SimulatedDevice
+from glm53srv.offload.simulate.timing import StepTime
+from glm53srv.offload.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A step's lanes, its time and how many copies the host started meanwhile."""
+
+    split: Split
+    time: StepTime
+    num_copies: int
+
+
+class OffloadReplay:
+    """Drives a policy and a device through a trace. Owns neither; one thread."""
+
+    def __init__(
+        self,
+        policy: ResidencyPolicy,
+        device: SimulatedDevice,
+        budget: CopyBudget,
+        cpu_count: NDArray[np.int32],
+    ) -> None:
+        self.policy = policy
+        self.device = device
+        self.cpu_count = cpu_count
+        self.budget = budget
+        self._log: NDArray[np.integer] | None = None
+        self._last_ms = 0.0
+
+    def fill(self) -> None:
+        """Copy what the policy remembers into its free slots before serving, without counting it."""
+        width = self.policy.params.max_in_flight
+        while True:
+            update = self.policy.advance(self.device.take_landed(), width)
+            self.device.apply(update)
+            if not len(update.copy_keys) and not len(update.map_keys):
+                return
+            self.device.drain_copies()
+
+    def step(self, picks: NDArray[np.integer], num_streams: int) -> ReplayedStep:
+        """Run one step: picks integer (layers, rows * top_k)."""
+        split = self.device.begin_step(picks, self.policy.heat_table(), self.cpu_count)
+        if self._log is not None:
+            self.policy.observe(self._log)
+        in_flight = self.policy.num_in_flight
+        granted = self.budget.grant(self._last_ms)
+        update = self.policy.advance(self.device.take_landed(), granted)
+        landed = len(update.map_keys)
+        self.budget.spend(min(granted, max(0, self.policy.num_in_flight - in_flight + landed)))
+        self.device.apply(update)
+        time = self.device.finish_step(num_streams)
+        self._log, self._last_ms = picks, time.total_ms
+        return ReplayedStep(split, time, len(update.copy_keys))

@@ -1,0 +1,143 @@
+"""How free VRAM is divided between the expert cache, staging and the reserve. Every number can be explained.
+
+    |<--------------------- free, measured after weights, KV cache and scratch ------------------->|
+    | slots that always serve     | elastic slots: lent to a prefill     | rest       | reserve     |
+    |                             | staging A | staging B | activations  | < 1 chunk  |             |
+
+Slots come in chunks, because lending hands whole allocations back. GB options are GiB: a staging buffer of
+2.6 then holds all 288 experts of a layer (2.53 GiB).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glm53srv.errors import MachineError
+from glm53srv.offload.cost import Mode
+from glm53srv.offload.geometry import ExpertGeometry
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class VramOptions:
+    """What the user may set, in GiB (GLM53_EC_RESERVE_GB, GLM53_EC_STAGE_GB, GLM53_EC_ELASTIC_GB,
+    GLM53_EC_MAX_SLOTS).
+
+    reserve_gib None means 1.5 in fast mode and 1.0 in exact mode: graph capture allocates, and 1.0 failed
+    under batched decode where 1.5 held (0xSero/glm53-flash-offload).
+    """
+
+    reserve_gib: float | None = None
+    stage_gib: float = 2.6
+    elastic_gib: float = 10.0
+    max_slots: int | None = None
+
+    def reserve_bytes(self, mode: Mode) -> int:
+        """Bytes that stay free."""
+        default = 1.5 if mode == "fast" else 1.0
+        return int((default if self.reserve_gib is None else self.reserve_gib) * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class VramLine:
+    """One line of the explanation; bytes of a limit are given even where it does not bind."""
+
+    name: str
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VramPlan:
+    """Sizes in slots. stage_slots: of one of the two buffers. activation_slots: what else may be lent.
+
+    Invariant: 2 * stage_slots + activation_slots <= elastic_slots < num_slots, all in whole chunks but
+    stage_slots.
+    """
+
+    num_slots: int
+    chunk_slots: int
+    elastic_slots: int
+    stage_slots: int
+    activation_slots: int
+    lines: tuple[VramLine, ...]
+
+
+def plan_vram(
+    geometry: ExpertGeometry,
+    free_bytes: int,
+    mode: Mode,
+    options: VramOptions | None = None,
+    chunk_slots: int = 32,
+) -> VramPlan:
+    """Divide free_bytes. Raises MachineError when not even one chunk of slots fits.
+
+    free_bytes: measured once everything but the expert cache is allocated. chunk_slots: slots of one
+    allocation, 32 = 302 MB for 9,437,184 B experts.
+    """
+    options = options or VramOptions()
+    size = geometry.expert_bytes
+    reserve = options.reserve_bytes(mode)
+    chunk_bytes = chunk_slots * size
+    limit = geometry.num_keys if options.max_slots is None else min(options.max_slots, geometry.num_keys)
+    by_memory = max(0, free_bytes - reserve) // size
+    chunks = min(by_memory, limit) // chunk_slots
+    if chunks < 1:
+        raise MachineError(
+            f"no room for the expert cache: {free_bytes / GIB:.2f} GiB of VRAM free, {reserve / GIB:.2f} "
+            f"reserved, {chunk_bytes / GIB:.2f} needed for {chunk_slots} experts; lower --cache-tokens "
+            f"or GLM53_EC_RESERVE_GB, or raise GLM53_EC_MAX_SLOTS"
+        )
+    num_slots = chunks * chunk_slots
+    elastic_chunks = min(int(options.elastic_gib * GIB) // chunk_bytes, chunks - 1)
+    elastic_slots = elastic_chunks * chunk_slots
+    stage_slots = min(int(options.stage_gib * GIB) // size, geometry.num_experts, elastic_slots // 2)
+    activation_slots = (elastic_slots - 2 * stage_slots) // chunk_slots * chunk_slots
+    why_slots = (
+        f"{num_slots} slots of {size} B in {chunks} chunks; "
+        + (
+            "memory"
+            if by_memory <= limit
+            else "all experts fit"
+            if limit == geometry.num_keys
+            else "the limit"
+        )
+        + " decides"
+    )
+    left = free_bytes - reserve - num_slots * size
+    lines = (
+        VramLine("free", free_bytes, "measured after weights, KV cache and scratch"),
+        VramLine(
+            "reserve", reserve, _given(options.reserve_gib is None, f"default of {mode} mode", "RESERVE")
+        ),
+        VramLine("expert cache", num_slots * size, why_slots),
+        VramLine("left over", left, f"less than a chunk of {chunk_slots} slots, or beyond the limit"),
+        VramLine(
+            "of the cache: elastic",
+            elastic_slots * size,
+            f"{elastic_slots} slots that a prefill may borrow; at most {options.elastic_gib} GiB, "
+            "one chunk stays",
+        ),
+        VramLine(
+            "of the elastic: staging",
+            2 * stage_slots * size,
+            f"two buffers of {stage_slots} experts; at most {options.stage_gib} GiB each, a layer has "
+            f"{geometry.num_experts}",
+        ),
+        VramLine(
+            "of the elastic: activations",
+            activation_slots * size,
+            "the other whole chunks, as a prefill needs",
+        ),
+    )
+    return VramPlan(num_slots, chunk_slots, elastic_slots, stage_slots, activation_slots, lines)
+
+
+def explain(plan: VramPlan) -> list[str]:
+    """Return the plan as lines of text for `doctor --plan`."""
+    return [f"{line.name:28s} {line.num_bytes / GIB:7.2f} GiB  {line.reason}" for line in plan.lines]
+
+
+def _given(is_default: bool, default: str, name: str) -> str:
+    return default if is_default else f"GLM53_EC_{name}_GB"
