@@ -31,7 +31,9 @@ const char *glm53_status_text(int32_t status) {
         case GLM53_NO_ISA:
             return "this CPU or this build lacks the instruction set";
         case GLM53_BUSY:
-            return "the pool is running another job";
+            return "the pool is running another job, or the mailbox is full";
+        case GLM53_STALLED:
+            return "the CPU workers did not answer in time";
         default:
             return "unknown status";
     }
