@@ -24,7 +24,7 @@ native-test: .venv/.test
 
 pytest: .venv/.test
 	$(BIN)/python -m cffi_build
-	$(BIN)/python -m pytest -m "not cuda" $(ARGS)
+	$(BIN)/python -m pytest -m "not cuda and not slow" $(ARGS)
 
 format: .venv/.test
 	$(BIN)/ruff format .

@@ -4,6 +4,10 @@
 and every other one is copied into a slot that CLOCK gives up, then computed from there. `exact` mode sends
 none to the CPU, so it copies every miss. Its copies are therefore in the layer's critical path. Which
 misses go to the CPU is not published; here the later picks of the router's order do (assumed).
+
+With a guard the same in-step decision follows our rule instead: a miss that the GPU reads takes the coldest
+of the offered slots, and only if it is hotter; else it is read in place. That answers whether deciding
+inside the step would beat deciding between steps.
 """
 
 from __future__ import annotations
@@ -14,15 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.residency import ResidencyParams
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCounts:
-    """Distinct experts of a step per layer, int32 (layers,): in VRAM, copied in the step, on the CPU."""
+    """Distinct experts of a step per layer, int32 (layers,): in VRAM, over the link, on the CPU; and how many
+    of those over the link were admitted.
+    """
 
     num_hits: NDArray[np.int32]
-    num_copied: NDArray[np.int32]
+    num_link: NDArray[np.int32]
     num_cpu: NDArray[np.int32]
+    num_admitted: NDArray[np.int32]
 
 
 class InStepClock:
@@ -33,9 +41,17 @@ class InStepClock:
         geometry: ExpertGeometry,
         num_slots: int,
         cpu_count: NDArray[np.int32],
-        popular_keys: NDArray[np.int32],
+        popularity: NDArray[np.float32],
+        guard: ResidencyParams | None = None,
     ) -> None:
-        """Fill the slots with popular_keys, most popular first; cpu_count as in split.split_picks."""
+        """Fill the slots with the most popular; cpu_count as in split.split_picks.
+
+        popularity: float32 (num_keys,), picks per token. guard: our rule (heat_keep, victim_window,
+        min_heat_gain), or None for the published one.
+        """
+        popular_keys = np.argsort(-popularity, kind="stable").astype(np.int32)
+        self._guard = guard
+        self._heat = np.minimum(popularity, 1.0).astype(np.float32)
         self._geometry = geometry
         self._cpu_count = cpu_count
         self._slot_key = popular_keys[:num_slots].astype(np.int32)
@@ -46,7 +62,8 @@ class InStepClock:
 
     def step(self, picks: NDArray[np.integer]) -> LayerCounts:
         """Serve one step: picks integer (layers, P)."""
-        counts = np.zeros((3, len(picks)), np.int32)
+        counts = np.zeros((4, len(picks)), np.int32)
+        touched = []
         for layer, row in enumerate(picks):
             experts, first = np.unique(row, return_index=True)
             keys = experts[np.argsort(first)].astype(np.int32) + layer * self._geometry.num_experts
@@ -55,14 +72,20 @@ class InStepClock:
             num_hits = len(keys) - len(missed)
             num_cpu = int(self._cpu_count[num_hits, len(missed)])
             self._referenced[slots[slots >= 0]] = True
-            self._admit(missed[: len(missed) - num_cpu], slots[slots >= 0])
-            counts[:, layer] = num_hits, len(missed) - num_cpu, num_cpu
-        return LayerCounts(counts[0], counts[1], counts[2])
+            touched.append(keys)
+            if self._guard is not None:
+                missed = missed[np.argsort(-self._heat[missed], kind="stable")]
+            num_admitted = self._admit(missed[: len(missed) - num_cpu], slots[slots >= 0])
+            counts[:, layer] = num_hits, len(missed) - num_cpu, num_cpu, num_admitted
+        if self._guard is not None:
+            self._heat *= np.float32(self._guard.heat_keep)
+            self._heat[np.concatenate(touched)] += np.float32(1.0 - self._guard.heat_keep)
+        return LayerCounts(*counts)
 
-    def _admit(self, keys: NDArray[np.int32], busy: NDArray[np.int32]) -> None:
-        """Copy keys into the next unreferenced slots that the layer does not read."""
+    def _admit(self, keys: NDArray[np.int32], busy: NDArray[np.int32]) -> int:
+        """Copy keys into the next unreferenced slots that the layer does not read; return how many."""
         if not len(keys):
-            return
+            return 0
         ring = (self._hand + np.arange(len(self._slot_key))) % len(self._slot_key)
         usable = np.ones(len(ring), bool)
         usable[(busy - self._hand) % len(ring)] = False
@@ -72,9 +95,16 @@ class InStepClock:
             offered = np.flatnonzero(usable)
         end = int(offered[len(keys) - 1])
         victims = ring[offered[: len(keys)]]
+        if self._guard is not None:
+            near = ring[offered[: len(keys) * self._guard.victim_window]]
+            victims = near[np.argsort(self._heat[self._slot_key[near]], kind="stable")[: len(keys)]]
         self._referenced[ring[: end + 1]] = False
         self._hand = int(ring[end] + 1) % len(ring)
+        if self._guard is not None:
+            gain = self._heat[keys] - self._heat[self._slot_key[victims]]
+            keys, victims = keys[gain > self._guard.min_heat_gain], victims[gain > self._guard.min_heat_gain]
         self._key_slot[self._slot_key[victims]] = -1
         self._slot_key[victims] = keys
         self._key_slot[keys] = victims
         self._referenced[victims] = True
+        return len(keys)

@@ -13,7 +13,7 @@ curve has to be fitted. The noise is what makes neighbouring tokens agree:
     white          the rest of the unit variance
 
 The published skew was counted over four conversations, so part of it is their conversation noise; the offsets
-are narrowed by that share (see `_offsets`).
+are narrower by that share (see `_offsets`).
 
 Sources. SHARES, HOTTEST: routing statistics of 0xSero/glm53-flash-offload, 9,250 decode tokens, model
 layers 3, 7, 22, 36 and 43; layers between are interpolated, so assumed. The variance shares and time
@@ -83,13 +83,14 @@ def route_model(
     conversation, theme = VAR_CONVERSATION * scale, VAR_THEME * scale
     rest = 1.0 - conversation - theme
     variance = np.stack([conversation, theme, ECHO_SHARE * rest, (1.0 - ECHO_SHARE) * rest])
-    shares = np.stack([np.interp(depth, ANCHOR_LAYERS, column) for column in zip(*SHARES, strict=True)], 1)
-    hottest = np.interp(depth, ANCHOR_LAYERS, HOTTEST)
-    rng = np.random.default_rng((model_seed, 0x5EED))
-    offsets = np.empty((num_layers, num_experts), np.float32)
-    for layer in range(num_layers):
-        wanted = pick_probabilities(shares[layer], float(hottest[layer]), num_experts, top_k)
-        offsets[layer] = rng.permutation(_offsets(wanted, float(conversation[layer]) / SAMPLED_CONVERSATIONS))
+    curves = np.stack(
+        [
+            _offsets(pick_probabilities(np.array(shares), hot, num_experts, top_k), VAR_CONVERSATION * topic)
+            for shares, hot, topic in zip(SHARES, HOTTEST, TOPIC_BY_DEPTH, strict=True)
+        ]
+    )
+    by_rank = np.stack([np.interp(depth, ANCHOR_LAYERS, curve) for curve in curves.T], axis=1)
+    offsets = np.random.default_rng((model_seed, 0x5EED)).permuted(by_rank.astype(np.float32), axis=1)
     return RouteModel(offsets, np.sqrt(variance).astype(np.float32)[:, :, None])
 
 
@@ -121,17 +122,32 @@ def pick_probabilities(
     return np.asarray(curve * (top_k / curve.sum()))
 
 
-def _offsets(wanted: NDArray[np.float64], sampled_variance: float) -> NDArray[np.float64]:
-    """Normal quantiles of the wanted probabilities, less the spread that a few conversations add by chance.
+def _offsets(wanted: NDArray[np.float64], conversation: float) -> NDArray[np.float64]:
+    """Return offsets, falling, whose popularity, counted over a few conversations, follows the wanted one.
 
-    Over the counted conversations an expert's effective offset is its own plus the mean of their draws,
-    which has `sampled_variance`; the noise left around it has 1 - sampled_variance.
+    An expert is picked with probability Phi((offset + draw - threshold) / rest) in each conversation,
+    `conversation` being the variance of the draws. Chance draws alone spread the ranked mean of
+    SAMPLED_CONVERSATIONS such values, so the offsets start as the wanted quantiles and are moved until the
+    ranked means agree, averaged over sixteen trials.
     """
-    quantile = statistics.NormalDist().inv_cdf
-    seen = np.sqrt(1.0 - sampled_variance) * np.array([quantile(float(p)) for p in wanted])
-    spread = float(seen.var())
-    narrowing = np.sqrt(max(0.0, 1.0 - sampled_variance / spread)) if spread > 0 else 0.0
-    return np.asarray((seen - seen.mean()) * narrowing)
+    normal = statistics.NormalDist()
+    grid = np.linspace(-6.0, 6.0, 2401)
+    phi = np.array([normal.cdf(float(x)) for x in grid])
+    goal = np.interp(wanted, phi, grid)
+    shape = (16, SAMPLED_CONVERSATIONS, len(wanted))
+    draws = np.random.default_rng(0).standard_normal(shape) * np.sqrt(conversation)
+    rest = np.sqrt(1.0 - conversation)
+    offsets, threshold = goal.copy(), np.zeros((*shape[:2], 1))
+    for _ in range(30):
+        score = (offsets + draws - threshold) / rest
+        chance = np.interp(score, grid, phi)
+        density = np.exp(-0.5 * score**2) / np.sqrt(2.0 * np.pi) / rest
+        # A Newton step: in every conversation the chances sum to top_k.
+        threshold += (chance.sum(-1, keepdims=True) - wanted.sum()) / density.sum(-1, keepdims=True)
+        counted = chance.mean(axis=1)
+        ranked = -np.sort(-counted, axis=1).mean(axis=0)
+        offsets = -np.sort(-(offsets + 0.7 * (goal - np.interp(ranked, phi, grid))))
+    return np.asarray(offsets - offsets.mean())
 
 
 def generate(

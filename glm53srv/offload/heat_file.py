@@ -1,7 +1,8 @@
-"""Heat kept across restarts: which experts were hot, so that the cache starts warm.
+"""Heat kept across restarts: which experts were popular, so that the cache starts warm.
 
-One .npz: version int64 (), fingerprint str () of the checkpoint, heat float32 (layers, experts). A file
-that does not fit is not an error: the server starts cold and says why.
+What is kept is ResidencyPolicy.history, since the heat of the last passage says little about the next
+conversation. One .npz: version int64 (), fingerprint str () of the checkpoint, heat float32 (layers,
+experts). A file that does not fit is not an error: the server starts cold and says why.
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ from glm53srv.offload.split import HEAT_ONE
 Ints = NDArray[np.int32]
 NONE = np.int32(-1)
 
+HISTORY_STEPS = 4000
+"""Decode steps that the history remembers: some conversations, where heat remembers one passage."""
+
 
 class SlotState(enum.IntEnum):
     """State of a slot; see the table at the head of the file."""
@@ -79,7 +82,9 @@ class ResidencyUpdate:
     """What the mechanism does between two steps, in this order; all arrays int32.
 
     unmap_keys: table entries to clear before the next step. map_keys, map_slots: entries to set before the
-    next step. copy_keys, copy_slots: copies to start now, in order; nothing maps their slots.
+    next step. copy_keys, copy_slots: copies to start now, in order; nothing maps their slots. num_admitted:
+    admissions decided now, whose copies start now (free slots) or with the next update (victims); they are
+    what the copy budget pays for.
     """
 
     unmap_keys: Ints
@@ -87,12 +92,15 @@ class ResidencyUpdate:
     map_slots: Ints
     copy_keys: Ints
     copy_slots: Ints
+    num_admitted: int = 0
 
 
 class ResidencyPolicy:
     """Owns the assignment of experts to slots. Called by the engine thread only, between steps.
 
-    Per decode step: `observe` with its routing log, then `advance`. Slots [0, capacity) hold experts, slots
+    heat, history: float32 (num_keys,), picks per step over the last tens and the last thousands of decode
+    steps; the policy decides by heat, a later run starts with history (heat_file.py). Per decode step:
+    `observe` with its routing log, then `advance`. Slots [0, capacity) hold experts, slots
     [capacity, num_slots) are lent or about to be. Invariants: see check_integrity.
     """
 
@@ -106,6 +114,8 @@ class ResidencyPolicy:
         self.params = params or ResidencyParams()
         self.capacity = num_slots
         self.heat = np.zeros(geometry.num_keys, np.float32)
+        self.history = np.zeros(geometry.num_keys, np.float32)
+        self._history_steps = 0
         self._state = np.full(num_slots, SlotState.FREE, np.int8)
         # The key that a slot holds (RESIDENT), receives (COPYING) or will receive (DRAINING).
         self._slot_key = np.full(num_slots, NONE, np.int32)
@@ -163,6 +173,10 @@ class ResidencyPolicy:
         self._step += 1
         self.heat *= np.float32(self.params.heat_keep)
         self.heat[keys] += np.float32(1.0 - self.params.heat_keep)
+        self._history_steps = min(self._history_steps + 1, HISTORY_STEPS)
+        rate = np.float32(1.0 / self._history_steps)
+        self.history *= np.float32(1.0) - rate
+        self.history[keys] += rate
         slots = self._key_slot[keys]
         self._referenced[slots[slots >= 0]] = True
         self._missed = keys[slots < 0]
@@ -185,13 +199,18 @@ class ResidencyPolicy:
         room = max(0, min(max_admissions, self.params.max_in_flight - self.num_in_flight))
         filled = self._fill_free(room)
         copied.append(filled)
-        self._replace(room - len(filled), mapped)
+        num_replaced = self._replace(room - len(filled), mapped)
         self._missed, self._touched_again = self._missed[:0], self._touched_again[:0]
         copy_slots = np.concatenate(copied)
         unmapped = np.concatenate([np.empty(0, np.int32), *self._pending_unmap])
         self._pending_unmap = []
         return ResidencyUpdate(
-            unmapped, self._slot_key[mapped], mapped, self._slot_key[copy_slots], copy_slots
+            unmap_keys=unmapped,
+            map_keys=self._slot_key[mapped],
+            map_slots=mapped,
+            copy_keys=self._slot_key[copy_slots],
+            copy_slots=copy_slots,
+            num_admitted=len(filled) + num_replaced,
         )
 
     def shrink(self, num_slots: int) -> None:
@@ -226,15 +245,17 @@ class ResidencyPolicy:
         self.capacity += num_slots
         self._state[returned[self._state[returned] == SlotState.LENT]] = SlotState.FREE
 
-    def warm_start(self, heat: NDArray[np.float32]) -> None:
-        """Begin with the heat of an earlier run: float32 (num_keys,). Its hottest experts fill free slots.
+    def warm_start(self, history: NDArray[np.float32]) -> None:
+        """Begin with the history of an earlier run: float32 (num_keys,). Its hottest experts fill free slots.
 
         Raises ValueError for a wrong shape.
         """
-        if heat.shape != self.heat.shape:
-            raise ValueError(f"heat has shape {heat.shape}, need {self.heat.shape}")
-        self.heat[:] = heat
-        self._remember(np.flatnonzero(heat > 0).astype(np.int32))
+        if history.shape != self.heat.shape:
+            raise ValueError(f"history has shape {history.shape}, need {self.heat.shape}")
+        self.heat[:] = history
+        self.history[:] = history
+        self._history_steps = HISTORY_STEPS
+        self._remember(np.flatnonzero(history > 0).astype(np.int32))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -287,15 +308,15 @@ class ResidencyPolicy:
         self._state[slots] = SlotState.COPYING
         return slots
 
-    def _replace(self, room: int, just_mapped: Ints) -> None:
-        """Let misses of second touch, hottest first, take the slots of victims.
+    def _replace(self, room: int, just_mapped: Ints) -> int:
+        """Let misses of second touch, hottest first, take the slots of victims; return how many did.
 
         just_mapped: slots that this advance maps; unmapping them in the same update would contradict it.
         """
         wanted = self._missed[self._touched_again]
         keys = self._hottest(wanted[self._key_slot[wanted] < 0], room)
         if not len(keys):
-            return
+            return 0
         slots = self._sweep(len(keys), just_mapped)
         keys = keys[: len(slots)]
         hotter = self.heat[keys] - self.heat[self._slot_key[slots]] > self.params.min_heat_gain
@@ -303,6 +324,7 @@ class ResidencyPolicy:
         self._drain(slots, self._advances)
         self._slot_key[slots] = keys
         self._key_slot[keys] = slots
+        return len(keys)
 
     def _sweep(self, num_victims: int, exempt: Ints) -> Ints:
         """Move the hand past num_victims unreferenced resident slots; return the coldest ahead of it.

@@ -87,7 +87,7 @@ def test_a_warm_start_holds_the_experts_that_were_hot(tmp_path: Path) -> None:
     first = build_replay()
     for _ in range(200):
         first.step(random_picks(rng), 1)
-    save_heat(tmp_path / "heat.npz", first.policy.heat, SMALL, "model-a")
+    save_heat(tmp_path / "heat.npz", first.policy.history, SMALL, "model-a")
     found = load_heat(tmp_path / "heat.npz", SMALL, "model-a")
     assert found.heat is not None
 

@@ -254,6 +254,24 @@ def test_heat_of_a_constant_pick_tends_to_one() -> None:
     assert policy.heat_table().dtype == np.int32
 
 
+def test_history_is_the_mean_over_a_short_run_and_outlives_heat() -> None:
+    fresh = ResidencyPolicy(SMALL, 4)
+    for t in range(400):
+        fresh.observe(picks_of(5) if t < 100 else picks_of(6))
+    assert fresh.history[5] == pytest.approx(0.25, rel=1e-3)
+    assert fresh.history[6] == pytest.approx(0.75, rel=1e-3)
+    assert fresh.heat[5] < 0.02
+
+
+def test_an_update_counts_the_admissions_it_decides() -> None:
+    policy = filled()
+    assert admit(policy, expert=9).num_admitted == 1  # its copy starts with the next update
+    assert policy.advance(NOTHING, 8).num_admitted == 0
+    empty = ResidencyPolicy(SMALL, 4, UNGUARDED)
+    empty.observe(picks_of(3, 7))
+    assert empty.advance(NOTHING, 8).num_admitted == 2
+
+
 def test_a_budget_saves_up_to_its_burst_and_no_further() -> None:
     budget = CopyBudget(CopyBudgetParams(link_share=0.25, copy_ms=0.5, max_burst=10))
     assert budget.grant(3.0) == 1

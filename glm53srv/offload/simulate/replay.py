@@ -60,11 +60,9 @@ class OffloadReplay:
         split = self.device.begin_step(picks, self.policy.heat_table(), self.cpu_count)
         if self._log is not None:
             self.policy.observe(self._log)
-        in_flight = self.policy.num_in_flight
         granted = self.budget.grant(self._last_ms)
         update = self.policy.advance(self.device.take_landed(), granted)
-        landed = len(update.map_keys)
-        self.budget.spend(min(granted, max(0, self.policy.num_in_flight - in_flight + landed)))
+        self.budget.spend(update.num_admitted)
         self.device.apply(update)
         time = self.device.finish_step(num_streams)
         self._log, self._last_ms = picks, time.total_ms
