@@ -69,7 +69,8 @@ class ExpertArena:
         self.region = Region(geometry.num_keys * layout.record_bytes, options.pages)
         self.records: NDArray[np.uint8] = self.region.array().reshape(geometry.num_keys, -1)
         """uint8 (num_keys, record_bytes)."""
-        self.scales: Float16 = np.zeros((geometry.num_keys, layout.num_scales), np.float16)
+        self._scale_region = Region(geometry.num_keys * layout.num_scales * SCALE_ITEM_BYTES)
+        self.scales: Float16 = self._scale_region.array().view(np.float16).reshape(geometry.num_keys, -1)
         """float16 (num_keys, num_scales); layout.scale_range finds a vector."""
         self._sources: list[Extent] = []
 
@@ -180,6 +181,11 @@ class ExpertArena:
                 checksum = zlib.crc32(here.data, checksum)
                 num_bytes += extent.num_bytes
         return SampleReport(tuple(keys), num_bytes, checksum)
+
+    def abandon(self) -> None:
+        """Never unmap it: a thread that cannot be ended still uses it."""
+        self.region.abandon()
+        self._scale_region.abandon()
 
     def close(self) -> None:
         """End the pinning. Idempotent."""

@@ -70,6 +70,10 @@ class Region:
         if self._library.lib.glm53_region_lock(self._region, error) != self._library.lib.GLM53_OK:
             raise OSError(error[0], os.strerror(error[0]))
 
+    def abandon(self) -> None:
+        """Never unmap it: a thread that cannot be ended still uses it."""
+        self._library.ffi.gc(self._memory, None)
+
     def huge_bytes(self, smaps: Path = Path("/proc/self/smaps")) -> int | None:
         """Say how much of it lies in huge pages now, in bytes; None where the system does not tell."""
         try:
