@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import MachineError
 from glm53srv.exl3_matrix import MATRIX_STRUCT, Codebook, Exl3Matrix, ExpertTable, Float16
-from glm53srv.native_library import CpuFeatures, Isa, open_library
+from glm53srv.native_library import CpuFeatures, Isa, NativeLibrary, open_library
 
 __all__ = [
     "Clamp",
@@ -75,15 +75,22 @@ class KernelPool:
     header).
     """
 
-    def __init__(self, num_threads: int, isa: Isa = Isa.AUTO, cpus: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        isa: Isa = Isa.AUTO,
+        cpus: Sequence[int] | None = None,
+        *,
+        library: NativeLibrary | None = None,
+    ) -> None:
         """Start num_threads - 1 workers; the calling thread is the other one.
 
         cpus: logical CPUs; worker i is pinned to cpus[i % len(cpus)]. Not being allowed to pin is no error,
-        see num_pinned. Raises MachineError if the kernels are not built or the instruction set is not there,
-        ValueError for a count out of range.
+        see num_pinned. library: by default the one beside this package. Raises MachineError if the kernels
+        are not built or the instruction set is not there, ValueError for a count out of range.
         """
         self._pool: Any = None
-        self._library = open_library()
+        self._library = library or open_library()
         ffi, lib = self._library.ffi, self._library.lib
         if ffi.sizeof("glm53_matrix") != MATRIX_STRUCT.itemsize:
             raise MachineError(

@@ -136,29 +136,6 @@ INLINE void k3_states(const uint16_t *tile, int32_t g, __m256i states[PAIRS]) {
 
 /* ---- weights ---- */
 
-/* mul1: the sum of the four bytes of state * 0x83dcd12d in 16-bit arithmetic: the low half of the product is
- * lo, the high half the carry out of state * 0xd12d plus state * 0x83dc. */
-INLINE __m256i byte_sums(__m256i states) {
-    const __m256i ones = _mm256_set1_epi8(1);
-    const __m256i low_factor = _mm256_set1_epi16((short)0xd12d),
-                  high_factor = _mm256_set1_epi16((short)0x83dc);
-    __m256i lo = _mm256_mullo_epi16(states, low_factor);
-    __m256i hi =
-        _mm256_add_epi16(_mm256_mulhi_epu16(states, low_factor), _mm256_mullo_epi16(states, high_factor));
-    return _mm256_add_epi16(_mm256_maddubs_epi16(lo, ones), _mm256_maddubs_epi16(hi, ones));
-}
-
-/* A byte sum as its weight. The affine value is exact in float32; the rounding to f16's 11 bits is the one of
- * a Veltkamp split, c = 2^13 + 1, with c * slope and c * offset exact as well. Equal to the f16 fma for all
- * 1021 sums (tested through all 65,536 states). */
-INLINE __m256 mul1_weight(__m256i sum) {
-    __m256 h = _mm256_cvtepi32_ps(sum);
-    __m256 w = _mm256_fmadd_ps(h, _mm256_set1_ps(GLM53_MUL1_SLOPE), _mm256_set1_ps(GLM53_MUL1_OFFSET));
-    __m256 cw = _mm256_fmadd_ps(h, _mm256_set1_ps(8193.0f * GLM53_MUL1_SLOPE),
-                                _mm256_set1_ps(8193.0f * GLM53_MUL1_OFFSET));
-    return _mm256_sub_ps(cw, _mm256_sub_ps(cw, w));
-}
-
 /* Two f16 with exponent fields within 12..15 in each lane, added and rounded to f16. */
 INLINE __m256 add_halves(__m256i x) {
     const __m256i sign = _mm256_set1_epi32((int)0x80000000u), rest = _mm256_set1_epi32(0x7fff << 13);
@@ -180,22 +157,17 @@ INLINE __m256 three_inst_weight(__m256i state, int32_t codebook) {
     return add_halves(_mm256_xor_si256(x, _mm256_set1_epi32(0x3b603b60)));
 }
 
-/* The weights of a register of states: lo = the even j (low halves), hi = the odd ones. */
-INLINE void pair_weights(__m256i states, int32_t codebook, __m256 *lo, __m256 *hi) {
-    const __m256i zero = _mm256_setzero_si256();
-    if (codebook == GLM53_CODEBOOK_MUL1) {
-        __m256i sums = byte_sums(states);
-        *lo = mul1_weight(_mm256_blend_epi16(sums, zero, 0xaa));
-        *hi = mul1_weight(_mm256_srli_epi32(sums, 16));
-    } else {
-        *lo = three_inst_weight(_mm256_blend_epi16(states, zero, 0xaa), codebook);
-        *hi = three_inst_weight(_mm256_srli_epi32(states, 16), codebook);
-    }
+/* The other codebooks: lo = the even j of a register of states, hi = the odd ones. */
+INLINE void three_inst_pair(__m256i states, int32_t codebook, __m256 *lo, __m256 *hi) {
+    *lo = three_inst_weight(_mm256_blend_epi16(states, _mm256_setzero_si256(), 0xaa), codebook);
+    *hi = three_inst_weight(_mm256_srli_epi32(states, 16), codebook);
 }
 
-/* The kernels below work on the four pairs of a group in step: a stage of all four, then the next. Pair by
- * pair the chain of a weight (about 45 cycles) fills the scheduler with waiting operations. */
+/* The two functions below take four registers in step, a stage of all four, then the next: one by one, the
+ * chain of a weight (about 45 cycles) fills the scheduler with waiting operations. */
 
+/* mul1, in place: the sums of the four bytes of state * 0x83dcd12d, in 16-bit arithmetic. The low half of the
+ * product is state * 0xd12d, the high half its carry plus state * 0x83dc. */
 INLINE void byte_sums_x4(__m256i s[PAIRS]) {
     const __m256i ones = _mm256_set1_epi8(1);
     const __m256i low_factor = _mm256_set1_epi16((short)0xd12d),
@@ -210,20 +182,24 @@ INLINE void byte_sums_x4(__m256i s[PAIRS]) {
     for (int32_t q = 0; q < PAIRS; q++) s[q] = _mm256_add_epi16(s[q], hi[q]);
 }
 
-/* The weights of two pairs of byte sums: w[0], w[1] = even and odd j of the first, w[2], w[3] of the second.
- */
+/* The weights of two registers of byte sums: w[0], w[1] = even and odd j of the first, w[2], w[3] of the
+ * second.
+ *
+ * A sum becomes the float 2^23 + sum by exponent bits in its upper half, and one fma takes off the 2^23 and
+ * gives the affine value, exactly. The rounding to f16's 11 bits is the one of a Veltkamp split with 2^13 +
+ * 1; it equals the f16 fma for all sums (tested through all 65,536 states). Tried and slower: vcvtps2ph and
+ * back. */
 INLINE void mul1_weights_x4(const __m256i sums[2], __m256 w[4]) {
-    const __m256i zero = _mm256_setzero_si256();
-    const __m256 slope = _mm256_set1_ps(GLM53_MUL1_SLOPE), offset = _mm256_set1_ps(GLM53_MUL1_OFFSET);
-    const __m256 c_slope = _mm256_set1_ps(8193.0f * GLM53_MUL1_SLOPE);
-    const __m256 c_offset = _mm256_set1_ps(8193.0f * GLM53_MUL1_OFFSET);
+    const __m256i magic = _mm256_set1_epi16(0x4b00);
+    const __m256 slope = _mm256_set1_ps(GLM53_MUL1_SLOPE), split = _mm256_set1_ps(8193.0f);
+    const __m256 offset = _mm256_set1_ps(GLM53_MUL1_OFFSET - 8388608.0f * GLM53_MUL1_SLOPE);
     __m256i wide[4];
     __m256 cw[4];
-    for (int32_t i = 0; i < 2; i++) wide[2 * i] = _mm256_blend_epi16(sums[i], zero, 0xaa);
-    for (int32_t i = 0; i < 2; i++) wide[2 * i + 1] = _mm256_srli_epi32(sums[i], 16);
-    for (int32_t i = 0; i < 4; i++) w[i] = _mm256_cvtepi32_ps(wide[i]);
-    for (int32_t i = 0; i < 4; i++) cw[i] = _mm256_fmadd_ps(w[i], c_slope, c_offset);
-    for (int32_t i = 0; i < 4; i++) w[i] = _mm256_fmadd_ps(w[i], slope, offset);
+    for (int32_t i = 0; i < 2; i++) wide[2 * i] = _mm256_blend_epi16(sums[i], magic, 0xaa);
+    for (int32_t i = 0; i < 2; i++)
+        wide[2 * i + 1] = _mm256_blend_epi16(_mm256_srli_epi32(sums[i], 16), magic, 0xaa);
+    for (int32_t i = 0; i < 4; i++) w[i] = _mm256_fmadd_ps(_mm256_castsi256_ps(wide[i]), slope, offset);
+    for (int32_t i = 0; i < 4; i++) cw[i] = _mm256_mul_ps(w[i], split);
     for (int32_t i = 0; i < 4; i++) w[i] = _mm256_sub_ps(cw[i], w[i]);
     for (int32_t i = 0; i < 4; i++) w[i] = _mm256_sub_ps(cw[i], w[i]);
 }
@@ -249,8 +225,9 @@ enum { PREFETCH_BYTES = 768 };
 
 INLINE void prefetch_column(tile_column column, size_t tile_bytes) {
     for (size_t i = 0; i < K_TILES; i++) {
-        const char *ahead = (const char *)(column.first + i * column.stride) + PREFETCH_BYTES;
-        for (size_t at = 0; at < tile_bytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+        uintptr_t ahead =
+            (uintptr_t)(column.first + i * column.stride) + PREFETCH_BYTES; /* may be past the end */
+        for (size_t at = 0; at < tile_bytes; at += 64) _mm_prefetch((const char *)(ahead + at), _MM_HINT_T0);
     }
 }
 

@@ -11,9 +11,9 @@ static bool is_width(int32_t width) { return width >= 8 && width % 8 == 0; }
 static int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
 
 /* Run a job that needs no scratch. */
-static int32_t run_job(glm53_pool *pool, glm53_job_fn job, void *context) {
+static int32_t run_job(glm53_pool *pool, glm53_job_fn job, void *context, int64_t work) {
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
-    glm53_pool_run(pool, job, context);
+    glm53_pool_run(pool, job, context, work);
     glm53_pool_release(pool);
     return GLM53_OK;
 }
@@ -30,18 +30,18 @@ typedef struct {
     int32_t rows, in, out;
 } plain_job;
 
-/* Rows [r, r + rows) times outputs [o, o + outs), chunk after chunk of the inputs. */
+/* Rows [r, r + rows) times outputs [o, o + outs), span after span of the inputs. */
 static void plain_tile(const glm53_dense_kernels *kernels, const plain_job *job, int32_t r, int32_t rows,
                        int32_t o, int32_t outs, float *temp) {
     size_t in = (size_t)job->in, out = (size_t)job->out;
     float *y = job->y + (size_t)r * out + (size_t)o;
-    for (int32_t i = 0; i < job->in; i += GLM53_DOT_CHUNK) {
+    for (int32_t i = 0; i < job->in; i += GLM53_DOT_SPAN) {
         size_t element = (size_t)o * in + (size_t)i;
         glm53_dense w = job->w;
         w.data = w.is_f16 ? (const void *)((const uint16_t *)w.data + element)
                           : (const void *)((const float *)w.data + element);
         const float *x = job->x + (size_t)r * in + (size_t)i;
-        int32_t n = min_i32(GLM53_DOT_CHUNK, job->in - i);
+        int32_t n = min_i32(GLM53_DOT_SPAN, job->in - i);
         if (i == 0) {
             kernels->dot(x, in, rows, &w, outs, n, y, out);
             continue;
@@ -74,7 +74,7 @@ int32_t glm53_plain_linear(glm53_pool *pool, const void *w, int32_t is_f16, int3
     job.w = (glm53_dense){.data = w, .stride = (size_t)in_features, .is_f16 = is_f16 != 0};
     size_t temp_bytes = (size_t)glm53_pool_threads(pool) * ROW_GROUP * OUT_GROUP * sizeof(float);
     job.temps = glm53_pool_scratch(pool, temp_bytes);
-    if (job.temps) glm53_pool_run(pool, plain_main, &job);
+    if (job.temps) glm53_pool_run(pool, plain_main, &job, (int64_t)rows * in_features * out_features);
     glm53_pool_release(pool);
     return job.temps ? GLM53_OK : GLM53_NO_MEMORY;
 }
@@ -105,7 +105,7 @@ int32_t glm53_rms_norm(glm53_pool *pool, const float *x, const float *weight, in
     if (!pool || !x || !y || rows < 1) return GLM53_BAD_ARGUMENT;
     if (!is_width(width)) return GLM53_BAD_SHAPE;
     norm_job job = {.x = x, .weight = weight, .y = y, .rows = rows, .width = width, .eps = eps};
-    return run_job(pool, norm_main, &job);
+    return run_job(pool, norm_main, &job, (int64_t)rows * width * 2);
 }
 
 /* ---- KDA and convolution ---- */
@@ -139,7 +139,8 @@ int32_t glm53_kda(glm53_pool *pool, const glm53_kda_job *job) {
         return GLM53_BAD_ARGUMENT;
     if (!has_states(job->states, job->num_sequences) || job->tokens < 1) return GLM53_BAD_ARGUMENT;
     if (job->heads < 1) return GLM53_BAD_SHAPE;
-    return run_job(pool, kda_main, (void *)(uintptr_t)job);
+    int64_t steps = (int64_t)job->num_sequences * job->tokens * job->heads;
+    return run_job(pool, kda_main, (void *)(uintptr_t)job, steps * 4 * GLM53_KDA_DIM * GLM53_KDA_DIM);
 }
 
 enum { CHANNEL_GROUP = 256 };
@@ -180,5 +181,6 @@ int32_t glm53_conv(glm53_pool *pool, const glm53_conv_job *job) {
     if (!pool || !job || !job->x || !job->weight || !job->y) return GLM53_BAD_ARGUMENT;
     if (!has_states(job->states, job->num_sequences) || job->tokens < 1) return GLM53_BAD_ARGUMENT;
     if (!is_width(job->channels)) return GLM53_BAD_SHAPE;
-    return run_job(pool, conv_main, (void *)(uintptr_t)job);
+    int64_t columns = (int64_t)job->num_sequences * job->tokens * job->channels;
+    return run_job(pool, conv_main, (void *)(uintptr_t)job, columns * 16);
 }

@@ -8,7 +8,7 @@ enum {
     GLM53_STREAMS = 4,   /* residual streams of a hyper-connection */
     GLM53_KDA_DIM = 128, /* key and value channels of a head */
     GLM53_CONV_TAPS = 4,
-    GLM53_DOT_CHUNK = 1024 /* dot products sum within a chunk, then add the chunks in order */
+    GLM53_DOT_SPAN = 1024 /* dot products sum within a span, then add the spans in order */
 };
 
 /* A plain matrix (outs, n): row o starts at element o * stride. */

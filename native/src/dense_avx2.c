@@ -48,11 +48,11 @@ INLINE void dot_rows(const float *x, size_t x_stride, int32_t rows, const glm53_
 INLINE void dot_typed(const float *x, size_t x_stride, int32_t rows, const glm53_dense *w, bool is_f16,
                       int32_t outs, int32_t n, float *y, size_t y_stride) {
     int32_t r = 0;
-    for (; r + 2 <= rows; r += 2) {
-        dot_rows(x + (size_t)r * x_stride, x_stride, 2, w, is_f16, outs, n, y + (size_t)r * y_stride,
+    for (; r + 3 <= rows; r += 3) { /* 12 sums and 4 columns of weights fill the registers */
+        dot_rows(x + (size_t)r * x_stride, x_stride, 3, w, is_f16, outs, n, y + (size_t)r * y_stride,
                  y_stride);
     }
-    if (r < rows) {
+    for (; r < rows; r++) {
         dot_rows(x + (size_t)r * x_stride, x_stride, 1, w, is_f16, outs, n, y + (size_t)r * y_stride,
                  y_stride);
     }

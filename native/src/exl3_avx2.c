@@ -45,11 +45,18 @@ INLINE __m256 even_odd(__m256 v) {
 
 INLINE void quantise(const __m256 v[VECTORS], glm53_fast_block *block) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256 largest = _mm256_setzero_ps();
-    for (int32_t i = 0; i < VECTORS; i++) largest = _mm256_max_ps(largest, _mm256_and_ps(v[i], no_sign));
-    float lanes[8], max = 0.0f;
+    __m256 largest = _mm256_setzero_ps(), poison = _mm256_setzero_ps();
+    for (int32_t i = 0; i < VECTORS; i++) {
+        largest = _mm256_max_ps(largest, _mm256_and_ps(v[i], no_sign));
+        poison = _mm256_fmadd_ps(v[i], _mm256_setzero_ps(), poison);
+    }
+    float lanes[8], poisons[8], max = 0.0f, not_finite = 0.0f;
     _mm256_storeu_ps(lanes, largest);
-    for (int32_t i = 0; i < 8; i++) max = lanes[i] > max ? lanes[i] : max;
+    _mm256_storeu_ps(poisons, poison);
+    for (int32_t i = 0; i < 8; i++) {
+        max = lanes[i] > max ? lanes[i] : max;
+        not_finite += poisons[i];
+    }
     const __m256 inverse = _mm256_set1_ps(max > 0.0f ? GLM53_FAST_MAX / max : 0.0f);
     __m256i sum = _mm256_setzero_si256();
     for (int32_t i = 0; i < VECTORS; i += 2) {
@@ -63,7 +70,7 @@ INLINE void quantise(const __m256 v[VECTORS], glm53_fast_block *block) {
     _mm256_storeu_si256((__m256i *)(void *)parts, sum);
     for (int32_t i = 0; i < 8; i++) total += parts[i];
     float scale = max / GLM53_FAST_MAX;
-    block->slope = scale * GLM53_MUL1_SLOPE;
+    block->slope = scale * GLM53_MUL1_SLOPE + not_finite;
     block->offset = scale * GLM53_MUL1_OFFSET * (float)total;
 }
 

@@ -31,6 +31,7 @@ INLINE void fused_exact(const glm53_rect *rect, const tile_plan *plan, tile_form
             for (int32_t g = 0; g < GROUPS; g++) {
                 __m256 s[2][2] = {{_mm256_setzero_ps(), _mm256_setzero_ps()},
                                   {_mm256_setzero_ps(), _mm256_setzero_ps()}};
+#pragma GCC unroll 8
                 for (int32_t kt = 0; kt < K_TILES; kt++) {
                     __m256i current[PAIRS];
                     advance_sums(&pipeline, column, streams, plan, format, g, kt, current);
@@ -70,9 +71,14 @@ INLINE void fill_exact(exact_buffer *buffer, const glm53_matrix *matrix, tile_co
         for (int32_t kt = 0; kt < K_TILES; kt++) {
             __m256i states[PAIRS];
             group_states(column, streams, plan, format, g, kt, states);
+            if (codebook == GLM53_CODEBOOK_MUL1) {
+                byte_sums_x4(states);
+                mul1_weights_x4(states, buffer->w[g][kt][0]);
+                mul1_weights_x4(states + 2, buffer->w[g][kt][2]);
+                continue;
+            }
             for (int32_t q = 0; q < PAIRS; q++) {
-                __m256 *w = buffer->w[g][kt][q];
-                pair_weights(states[q], codebook, &w[0], &w[1]);
+                three_inst_pair(states[q], codebook, &buffer->w[g][kt][q][0], &buffer->w[g][kt][q][1]);
             }
         }
     }

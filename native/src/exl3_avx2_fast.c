@@ -39,6 +39,7 @@ INLINE void fused_fast(const glm53_rect *rect, const tile_plan *plan, tile_forma
             for (int32_t g = 0; g < GROUPS; g++) {
                 __m256i s[2][2] = {{_mm256_setzero_si256(), _mm256_setzero_si256()},
                                    {_mm256_setzero_si256(), _mm256_setzero_si256()}};
+#pragma GCC unroll 8
                 for (int32_t kt = 0; kt < K_TILES; kt++) {
                     __m256i current[PAIRS];
                     advance_states(&pipeline, column, streams, plan, format, g, kt, current);
@@ -75,7 +76,8 @@ INLINE void fill_fast(fast_buffer *buffer, const glm53_matrix *matrix, tile_colu
         for (int32_t kt = 0; kt < K_TILES; kt++) {
             __m256i states[PAIRS];
             group_states(column, streams, plan, format, g, kt, states);
-            for (int32_t q = 0; q < PAIRS; q++) buffer->w[g][kt][q] = byte_sums(states[q]);
+            byte_sums_x4(states);
+            for (int32_t q = 0; q < PAIRS; q++) buffer->w[g][kt][q] = states[q];
         }
     }
 }

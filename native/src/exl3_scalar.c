@@ -83,16 +83,19 @@ static void hadamard(const float *x, float *y) {
 }
 
 static void quantise(const float *x, glm53_fast_block *block) {
-    float largest = 0.0f;
-    for (int32_t i = 0; i < GLM53_BLOCK; i++) largest = fmaxf(largest, fabsf(x[i]));
-    float inverse = largest > 0.0f ? GLM53_FAST_MAX / largest : 0.0f;
+    float largest = 0.0f, not_finite = 0.0f;
+    for (int32_t i = 0; i < GLM53_BLOCK; i++) {
+        largest = fmaxf(largest, fabsf(x[i]));
+        not_finite += x[i] * 0.0f;
+    }
+    float inverse = largest > 0.0f && not_finite == 0.0f ? GLM53_FAST_MAX / largest : 0.0f;
     int32_t sum = 0;
     for (int32_t i = 0; i < GLM53_BLOCK; i++) {
-        block->q[i] = (int16_t)lrintf(x[i] * inverse);
+        block->q[i] = inverse > 0.0f ? (int16_t)lrintf(x[i] * inverse) : 0;
         sum += block->q[i];
     }
     float scale = largest / GLM53_FAST_MAX;
-    block->slope = scale * GLM53_MUL1_SLOPE;
+    block->slope = scale * GLM53_MUL1_SLOPE + not_finite;
     block->offset = scale * GLM53_MUL1_OFFSET * (float)sum;
 }
 

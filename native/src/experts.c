@@ -222,7 +222,7 @@ static int32_t run_wave(glm53_pool *pool, wave *w, bool is_wide) {
         build_groups(w);
     }
     build_products(pool, &index, w, is_wide);
-    glm53_pool_run(pool, wave_main, w);
+    glm53_pool_run(pool, wave_main, w, (int64_t)w->num_visits * 3 * w->hidden * w->intermediate);
     return GLM53_OK;
 }
 

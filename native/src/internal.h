@@ -17,7 +17,7 @@ enum {
  * choice. */
 typedef struct {
     int16_t q[GLM53_BLOCK];
-    float slope;  /* what one unit of the integer sum is worth */
+    float slope;  /* what one unit of the integer sum is worth; NaN if an activation is not finite */
     float offset; /* contribution of the codebook's constant term */
 } glm53_fast_block;
 
@@ -85,7 +85,9 @@ typedef void (*glm53_job_fn)(glm53_pool *pool, void *context, int32_t thread);
 /* False if a job is running. Every public function that runs one acquires first and releases last. */
 bool glm53_pool_acquire(glm53_pool *pool);
 void glm53_pool_release(glm53_pool *pool);
-void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context);
+/* work: about how many multiply-adds; a job too small to be worth waking the workers runs on the caller
+ * alone, which changes no result. */
+void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context, int64_t work);
 /* Within a job: wait until every thread has arrived, and start a new count of tasks. */
 void glm53_pool_barrier(glm53_pool *pool);
 /* Within a job: the next task of the current count; each number is handed out once. */

@@ -5,17 +5,17 @@
 
 enum {
     S = GLM53_STREAMS,
-    NUM_OUT = 2 * S + S * S,    /* pre, post, comb */
-    NUM_SUMS = NUM_OUT + 1,     /* and the sum of squares */
-    ROW_GROUP = 16,             /* rows that share one pass over a chunk of fn */
-    MIX_WIDTH = GLM53_DOT_CHUNK /* channels of one mixing task */
+    NUM_OUT = 2 * S + S * S,   /* pre, post, comb */
+    NUM_SUMS = NUM_OUT + 1,    /* and the sum of squares */
+    ROW_GROUP = 16,            /* rows that share one pass over a span of fn */
+    MIX_WIDTH = GLM53_DOT_SPAN /* channels of one mixing task */
 };
 
 typedef struct {
     const glm53_mhc_job *spec;
-    float *sums; /* (chunks, rows, NUM_SUMS) */
+    float *sums; /* (spans, rows, NUM_SUMS) */
     float *pre;  /* (rows, S) */
-    int32_t width, num_chunks;
+    int32_t width, num_spans;
 } site_job;
 
 static int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
@@ -29,13 +29,13 @@ static void sum_phase(glm53_pool *pool, const site_job *job) {
     const glm53_dense_kernels *kernels = glm53_pool_tier(pool)->dense;
     size_t width = (size_t)job->width;
     int64_t num_groups = ceil_div(spec->rows, ROW_GROUP);
-    for (int64_t task; (task = glm53_pool_next(pool)) < num_groups * job->num_chunks;) {
-        int32_t chunk = (int32_t)(task / num_groups), row = (int32_t)(task % num_groups) * ROW_GROUP;
-        int32_t rows = min_i32(ROW_GROUP, spec->rows - row), at = chunk * GLM53_DOT_CHUNK;
-        int32_t n = min_i32(GLM53_DOT_CHUNK, job->width - at);
+    for (int64_t task; (task = glm53_pool_next(pool)) < num_groups * job->num_spans;) {
+        int32_t span = (int32_t)(task / num_groups), row = (int32_t)(task % num_groups) * ROW_GROUP;
+        int32_t rows = min_i32(ROW_GROUP, spec->rows - row), at = span * GLM53_DOT_SPAN;
+        int32_t n = min_i32(GLM53_DOT_SPAN, job->width - at);
         const glm53_dense fn = {.data = spec->fn + at, .stride = width};
         const float *x = spec->x + (size_t)row * width + (size_t)at;
-        float *sums = job->sums + ((size_t)chunk * (size_t)spec->rows + (size_t)row) * NUM_SUMS;
+        float *sums = job->sums + ((size_t)span * (size_t)spec->rows + (size_t)row) * NUM_SUMS;
         kernels->dot(x, width, rows, &fn, NUM_OUT, n, sums, NUM_SUMS);
         for (int32_t r = 0; r < rows; r++) {
             sums[r * NUM_SUMS + NUM_OUT] = kernels->sum_squares(x + (size_t)r * width, n);
@@ -77,8 +77,8 @@ static void balance(float c[S][S], int32_t num_iterations, float eps) {
 static void coefficients_of_row(const site_job *job, size_t row) {
     const glm53_mhc_job *spec = job->spec;
     float sums[NUM_SUMS] = {0};
-    for (int32_t chunk = 0; chunk < job->num_chunks; chunk++) {
-        const float *part = job->sums + ((size_t)chunk * (size_t)spec->rows + row) * NUM_SUMS;
+    for (int32_t span = 0; span < job->num_spans; span++) {
+        const float *part = job->sums + ((size_t)span * (size_t)spec->rows + row) * NUM_SUMS;
         for (int32_t i = 0; i < NUM_SUMS; i++) sums[i] += part[i];
     }
     float factor = 1.0f / sqrtf(sums[NUM_OUT] / (float)job->width + spec->norm_eps);
@@ -121,13 +121,13 @@ int32_t glm53_mhc_site(glm53_pool *pool, const glm53_mhc_job *spec) {
     if (spec->hidden < 8 || spec->hidden % 8) return GLM53_BAD_SHAPE;
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
     site_job job = {.spec = spec, .width = S * spec->hidden};
-    job.num_chunks = ceil_div(job.width, GLM53_DOT_CHUNK);
-    size_t sum_floats = (size_t)job.num_chunks * (size_t)spec->rows * NUM_SUMS;
+    job.num_spans = ceil_div(job.width, GLM53_DOT_SPAN);
+    size_t sum_floats = (size_t)job.num_spans * (size_t)spec->rows * NUM_SUMS;
     size_t bytes = (sum_floats + (size_t)spec->rows * S) * sizeof(float);
     job.sums = glm53_pool_scratch(pool, bytes);
     if (job.sums) {
         job.pre = job.sums + sum_floats;
-        glm53_pool_run(pool, site_main, &job);
+        glm53_pool_run(pool, site_main, &job, (int64_t)spec->rows * job.width * NUM_SUMS);
     }
     glm53_pool_release(pool);
     return job.sums ? GLM53_OK : GLM53_NO_MEMORY;
@@ -160,7 +160,7 @@ int32_t glm53_mhc_apply(glm53_pool *pool, const float *x, const float *y, const 
     if (hidden < 8 || hidden % 8) return GLM53_BAD_SHAPE;
     apply_job job = {.x = x, .y = y, .post = post, .comb = comb, .out = out, .rows = rows, .hidden = hidden};
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
-    glm53_pool_run(pool, apply_main, &job);
+    glm53_pool_run(pool, apply_main, &job, (int64_t)rows * hidden * S * (S + 1));
     glm53_pool_release(pool);
     return GLM53_OK;
 }

@@ -16,6 +16,9 @@
  * than a scheduler tick, so that an idle pool costs nothing. */
 enum { SPIN_LIMIT = 2000 };
 
+/* Multiply-adds below which one thread is done before sleeping workers have woken: some 10 microseconds. */
+enum { SHARED_WORK = 1 << 16 };
+
 /* A counter on which threads wait: spin first, then sleep. */
 typedef struct {
     atomic_uint value;
@@ -33,6 +36,7 @@ typedef struct {
 struct glm53_pool {
     const glm53_tier *tier;
     int32_t num_threads;
+    int32_t num_active; /* threads of the running job: all of them or the caller */
     int32_t num_pinned;
     int32_t num_started;
     int64_t spin_ns; /* beyond SPIN_LIMIT rounds, for workers without a job */
@@ -108,7 +112,9 @@ static void counter_wait_past(event_counter *counter, unsigned seen, int64_t spi
 
 void glm53_pool_barrier(glm53_pool *pool) {
     unsigned seen = atomic_load(&pool->phase.value);
-    if (atomic_fetch_add(&pool->num_arrived, 1) + 1 == pool->num_threads) {
+    /* Read first: once the last thread has arrived, the caller may start a job with another number. */
+    int32_t num_active = pool->num_active;
+    if (atomic_fetch_add(&pool->num_arrived, 1) + 1 == num_active) {
         atomic_store(&pool->num_arrived, 0);
         atomic_store(&pool->next_task, 0);
         counter_advance(&pool->phase);
@@ -132,11 +138,13 @@ static void *worker_main(void *argument) {
     }
 }
 
-void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context) {
+void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context, int64_t work) {
+    bool is_shared = pool->num_threads > 1 && work >= SHARED_WORK;
+    pool->num_active = is_shared ? pool->num_threads : 1;
     pool->job = job;
     pool->context = context;
     atomic_store(&pool->next_task, 0);
-    if (pool->num_threads > 1) counter_advance(&pool->generation);
+    if (is_shared) counter_advance(&pool->generation);
     job(pool, context, 0);
     glm53_pool_barrier(pool);
 }

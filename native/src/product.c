@@ -6,7 +6,7 @@ static int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 static int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
 
 /* About 16 tasks per matrix: enough to share one expert among many threads, few enough that adding up the
- * chunks stays below one per cent of the work (4096 x 2048: 16 chunks of 256 k). */
+ * spans stays below one per cent of the work (4096 x 2048: 16 spans of 256 k). */
 enum { BAND_TILES = 128, WANTED_TASKS = 16 };
 
 glm53_cut glm53_cut_matrix(const glm53_matrix *matrix) {
@@ -15,8 +15,8 @@ glm53_cut glm53_cut_matrix(const glm53_matrix *matrix) {
     cut.num_tiles = matrix->out_features / GLM53_TILE;
     cut.band_tiles = min_i32(cut.num_tiles, BAND_TILES);
     cut.num_bands = ceil_div(cut.num_tiles, cut.band_tiles);
-    cut.chunk_blocks = ceil_div(cut.num_blocks, ceil_div(WANTED_TASKS, cut.num_bands));
-    cut.num_chunks = ceil_div(cut.num_blocks, cut.chunk_blocks);
+    cut.span_blocks = ceil_div(cut.num_blocks, ceil_div(WANTED_TASKS, cut.num_bands));
+    cut.num_spans = ceil_div(cut.num_blocks, cut.span_blocks);
     return cut;
 }
 
@@ -30,14 +30,14 @@ glm53_product glm53_product_of(const glm53_pool *pool, const glm53_matrix *matri
     glm53_product product = {
         .matrix = matrix, .rows = rows, .is_wide = is_wide, .cut = glm53_cut_matrix(matrix)};
     product.precision = glm53_effective_precision(pool, matrix, precision);
-    product.num_parts = is_wide ? 1 : product.cut.num_chunks;
+    product.num_parts = is_wide ? 1 : product.cut.num_spans;
     return product;
 }
 
 int64_t glm53_product_tasks(const glm53_product *product) {
     const glm53_cut *cut = &product->cut;
     if (product->is_wide) return product->matrix->out_features / GLM53_BLOCK;
-    return (int64_t)cut->num_chunks * cut->num_bands;
+    return (int64_t)cut->num_spans * cut->num_bands;
 }
 
 size_t glm53_product_part_floats(const glm53_product *product) {
@@ -55,14 +55,14 @@ static void multiply(const glm53_tier *tier, const glm53_product *product, const
 static void few_task(const glm53_tier *tier, const glm53_product *product, int64_t task) {
     const glm53_cut *cut = &product->cut;
     size_t out = (size_t)product->matrix->out_features;
-    int32_t chunk = (int32_t)(task / cut->num_bands), band = (int32_t)(task % cut->num_bands);
+    int32_t span = (int32_t)(task / cut->num_bands), band = (int32_t)(task % cut->num_bands);
     glm53_rect rect = {.matrix = product->matrix, .x = product->x, .rows = product->rows, .acc_stride = out};
-    rect.block_begin = chunk * cut->chunk_blocks;
-    rect.block_end = min_i32(rect.block_begin + cut->chunk_blocks, cut->num_blocks);
+    rect.block_begin = span * cut->span_blocks;
+    rect.block_end = min_i32(rect.block_begin + cut->span_blocks, cut->num_blocks);
     rect.tile_begin = band * cut->band_tiles;
     rect.tile_end = min_i32(rect.tile_begin + cut->band_tiles, cut->num_tiles);
     rect.acc =
-        product->parts + (size_t)chunk * (size_t)product->rows * out + (size_t)rect.tile_begin * GLM53_TILE;
+        product->parts + (size_t)span * (size_t)product->rows * out + (size_t)rect.tile_begin * GLM53_TILE;
     multiply(tier, product, &rect);
 }
 
@@ -73,13 +73,13 @@ static void wide_task(const glm53_tier *tier, const glm53_product *product, int6
     glm53_rect rect = {.matrix = product->matrix, .x = product->x, .rows = product->rows};
     rect.tile_begin = (int32_t)task * (GLM53_BLOCK / GLM53_TILE);
     rect.tile_end = rect.tile_begin + GLM53_BLOCK / GLM53_TILE;
-    for (int32_t chunk = 0; chunk < cut->num_chunks; chunk++) {
-        rect.acc = chunk == 0 ? sums : temp;
-        rect.acc_stride = chunk == 0 ? out : GLM53_BLOCK;
-        rect.block_begin = chunk * cut->chunk_blocks;
-        rect.block_end = min_i32(rect.block_begin + cut->chunk_blocks, cut->num_blocks);
+    for (int32_t span = 0; span < cut->num_spans; span++) {
+        rect.acc = span == 0 ? sums : temp;
+        rect.acc_stride = span == 0 ? out : GLM53_BLOCK;
+        rect.block_begin = span * cut->span_blocks;
+        rect.block_end = min_i32(rect.block_begin + cut->span_blocks, cut->num_blocks);
         multiply(tier, product, &rect);
-        for (int32_t r = 0; chunk > 0 && r < product->rows; r++) {
+        for (int32_t r = 0; span > 0 && r < product->rows; r++) {
             float *sum = sums + (size_t)r * out;
             const float *part = temp + (size_t)r * GLM53_BLOCK;
             for (int32_t i = 0; i < GLM53_BLOCK; i++) sum[i] += part[i];
@@ -162,7 +162,7 @@ int32_t glm53_linear(glm53_pool *pool, const glm53_matrix *matrix, const float *
         job.product.x = scratch;
         job.product.parts = is_wide ? y : scratch + x_floats;
         job.temps = scratch + x_floats + part_floats;
-        glm53_pool_run(pool, linear_main, &job);
+        glm53_pool_run(pool, linear_main, &job, (int64_t)rows * matrix->in_features * matrix->out_features);
     }
     glm53_pool_release(pool);
     return scratch ? GLM53_OK : GLM53_NO_MEMORY;
@@ -191,7 +191,7 @@ int32_t glm53_decode(glm53_pool *pool, const glm53_matrix *matrix, float *w) {
     if (status != GLM53_OK) return status;
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
     decode_job job = {.matrix = matrix, .w = w};
-    glm53_pool_run(pool, decode_main, &job);
+    glm53_pool_run(pool, decode_main, &job, (int64_t)matrix->in_features * matrix->out_features);
     glm53_pool_release(pool);
     return GLM53_OK;
 }
@@ -219,7 +219,7 @@ int32_t glm53_hadamard(glm53_pool *pool, const float *x, int32_t rows, int32_t w
     if (width < GLM53_BLOCK || width % GLM53_BLOCK) return GLM53_BAD_SHAPE;
     if (!glm53_pool_acquire(pool)) return GLM53_BUSY;
     hadamard_job job = {.x = x, .y = y, .rows = rows, .width = (size_t)width};
-    glm53_pool_run(pool, hadamard_main, &job);
+    glm53_pool_run(pool, hadamard_main, &job, (int64_t)rows * width * 7);
     glm53_pool_release(pool);
     return GLM53_OK;
 }

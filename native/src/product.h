@@ -5,22 +5,22 @@
 #include "internal.h"
 
 /* The cut of a matrix. It follows from the shape alone, since it fixes the order of the sums: blocks of k are
- * summed within a chunk, the chunks' sums are added in order.
+ * summed within a span, the spans' sums are added in order.
  *
  *            n: bands of at most 128 tiles (2048 columns), whose sums stay in the L1 and L2 caches
  *            +--------+--------+----
- *   k chunk  | task 0 | task 1 |        a task reads one run of packed tiles if there is one band,
+ *   k span  | task 0 | task 1 |        a task reads one run of packed tiles if there is one band,
  *            +--------+--------+----    runs of 128 tiles otherwise
- *   k chunk  | task 2 | ...
+ *   k span  | task 2 | ...
  */
 typedef struct {
-    int32_t num_blocks, chunk_blocks, num_chunks;
+    int32_t num_blocks, span_blocks, num_spans;
     int32_t num_tiles, band_tiles, num_bands;
 } glm53_cut;
 
 glm53_cut glm53_cut_matrix(const glm53_matrix *matrix);
 
-/* Up to this many rows a product keeps one partial sum per chunk (few); beyond, tasks are 128 columns of all
+/* Up to this many rows a product keeps one partial sum per span (few); beyond, tasks are 128 columns of all
  * k (wide). Both sum in the same order, so the choice changes no bit. */
 enum { GLM53_FEW_ROWS = 8 };
 
@@ -32,8 +32,8 @@ typedef struct {
     bool is_wide;
     glm53_cut cut;
     float *x;          /* prepared, see glm53_rect */
-    float *parts;      /* few: (chunks, rows, out); wide: (rows, out) */
-    int32_t num_parts; /* 1 or num_chunks */
+    float *parts;      /* few: (spans, rows, out); wide: (rows, out) */
+    int32_t num_parts; /* 1 or num_spans */
 } glm53_product;
 
 /* Set everything but x and parts. */

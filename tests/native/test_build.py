@@ -11,10 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cffi_build.build import BuildError, Sources, build, target_name
+from glm53srv.kernels import KernelPool
 from glm53srv.native_library import NativeLibrary, open_library
+from reference import exl3
+from tests.native.builders import as_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +47,10 @@ def test_each_mode_builds_a_library_that_opens(checkout: Path, mode: str) -> Non
     assert library.mode == mode
     assert _status_text(library, library.lib.GLM53_BUSY) == "the pool is running another job"
     assert library.features().isas == open_library().features().isas
+    matrix = as_matrix(exl3.random_tensors(np.random.default_rng(1), 256, 128, 3, "mul1", bias=True))
+    x = np.random.default_rng(2).normal(size=(3, 256)).astype(np.float32)
+    with KernelPool(2) as expected, KernelPool(2, library=library) as actual:
+        np.testing.assert_array_equal(actual.linear(x, matrix), expected.linear(x, matrix))
 
 
 def test_second_build_does_nothing_until_a_source_changes(checkout: Path) -> None:

@@ -132,6 +132,41 @@ def test_one_expert_with_weight_one_is_a_plain_gated_ffn(pool: KernelPool) -> No
     assert relative_rms(y, exl3.gated_expert(x.astype(np.float64), *experts[0], 0.0)) < 1e-6
 
 
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_visible(pool: KernelPool, value: float, precision: Precision) -> None:
+    x = np.ones((2, 256), np.float32)
+    x[1, 200] = value
+    y = pool.linear(
+        x, as_matrix(exl3.random_tensors(np.random.default_rng(1), 256, 128, 3, "mul1")), precision
+    )
+    assert np.isfinite(y[0]).all()
+    assert not np.isfinite(y[1]).any()
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+def test_zeros_give_zeros(pool: KernelPool, precision: Precision) -> None:
+    matrix = as_matrix(exl3.random_tensors(np.random.default_rng(1), 256, 128, 3, "mul1"))
+    assert not pool.linear(np.zeros((1, 256), np.float32), matrix, precision).any()
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+def test_largest_sums_do_not_overflow(pool: KernelPool, precision: Precision) -> None:
+    # One channel alone transforms into 128 values of full scale, all of one sign for channel 0.
+    tensors = exl3.random_tensors(np.random.default_rng(1), 128, 128, 8, "mul1")
+    tensors.trellis[:] = _words_of_the_largest_byte_sum()
+    x = np.zeros((1, 128), np.float32)
+    x[0, 0] = 1e6
+    y = pool.linear(x, as_matrix(tensors), precision)
+    assert relative_rms(y, exl3.linear(x.astype(np.float64), tensors)) < TOLERANCE[precision]
+
+
+def _words_of_the_largest_byte_sum() -> int:
+    """Give the 16-bit word that, repeated, makes every other state of K = 8 the one with the largest sum."""
+    states = np.arange(65536, dtype=np.uint16)
+    return int(states[exl3.byte_sums(states).argmax()])
+
+
 def test_hadamard_matches_float64(pool: KernelPool) -> None:
     x = np.random.default_rng(0).normal(size=(5, 384)).astype(np.float32)
     assert relative_rms(pool.hadamard(x), exl3.hadamard(x.astype(np.float64))) < 3e-7
