@@ -64,6 +64,11 @@ class RecordLayout:
         return sum(_aligned(self.num_bytes(earlier)) for earlier in Part if earlier < part)
 
     @property
+    def offsets(self) -> tuple[int, int, int]:
+        """Places of gate, up and down within the record."""
+        return self.offset(Part.GATE), self.offset(Part.UP), self.offset(Part.DOWN)
+
+    @property
     def record_bytes(self) -> int:
         """Size of a record and of a slot."""
         return sum(_aligned(self.num_bytes(part)) for part in Part)
