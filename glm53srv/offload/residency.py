@@ -222,7 +222,6 @@ class ResidencyPolicy:
         if not 0 <= num_slots <= self.capacity:
             raise ValueError(f"cannot lend {num_slots} of {self.capacity} slots")
         self.capacity -= num_slots
-        self._hand %= max(1, self.capacity)
         leaving = np.arange(self.capacity, self.capacity + num_slots)
         keys = self._slot_key[leaving]
         held = keys[keys >= 0]
@@ -294,9 +293,7 @@ class ResidencyPolicy:
         return slots[wanted]
 
     def _fill_free(self, room: int) -> Ints:
-        """Admit the hottest of this step's misses and the remembered keys into free slots; return the
-        slots.
-        """
+        """Admit the hottest misses and remembered keys into free slots; return the slots."""
         self._remembered = self._remembered[self._key_slot[self._remembered] < 0]
         free = np.flatnonzero(self._state[: self.capacity] == SlotState.FREE).astype(np.int32)[:room]
         if not len(free):

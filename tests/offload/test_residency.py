@@ -263,6 +263,14 @@ def test_history_is_the_mean_over_a_short_run_and_outlives_heat() -> None:
     assert fresh.heat[5] < 0.02
 
 
+def test_a_warm_history_moves_slowly() -> None:
+    policy = ResidencyPolicy(SMALL, 4)
+    policy.warm_start(np.full(SMALL.num_keys, 0.5, np.float32))
+    policy.observe(picks_of(5))
+    assert policy.history[5] == pytest.approx(0.5 + 0.5 / 4000, rel=1e-6)
+    assert policy.history[6] == pytest.approx(0.5 - 0.5 / 4000, rel=1e-6)
+
+
 def test_an_update_counts_the_admissions_it_decides() -> None:
     policy = filled()
     assert admit(policy, expert=9).num_admitted == 1  # its copy starts with the next update

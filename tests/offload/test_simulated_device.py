@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.residency import ResidencyParams, ResidencyPolicy, ResidencyUpdate
 from glm53srv.offload.simulate.device import SimulatedDevice, WrongExpertRead
+from glm53srv.offload.simulate.prefill import StagedPrefill
 from glm53srv.offload.simulate.profile import PROFILES, RTX3090_ONE_COPY, RTX3090_TWO_COPIES
 from glm53srv.offload.simulate.replay import OffloadReplay
 from glm53srv.offload.simulate.timing import StepTimer
+from glm53srv.offload.vram_plan import VramPlan
 from tests.offload.builders import SMALL, build_replay, profile, random_picks
 
 EAGER = ResidencyParams(touch_window_steps=0, min_heat_gain=-2.0)
@@ -180,9 +182,14 @@ def test_overlapped_lanes_take_the_longer_of_both() -> None:
         assert time.total_ms - time.fixed_ms == pytest.approx(wanted)
 
 
+def test_the_fixed_part_is_known_for_any_number_of_streams() -> None:
+    fixed = [RTX3090_ONE_COPY.step_fixed_ms(count) for count in (1, 2, 3, 4, 8)]
+    assert fixed == pytest.approx([12.8, 14.5, 17.25, 20.0, 20.0])
+
+
 def test_every_constant_of_every_profile_has_a_source() -> None:
-    assert set(PROFILES) == {"3090-two-copies", "3090-one-copy", "3090-exact", "h200-as-24gb"}
-    for machine in PROFILES.values():
+    for name, machine in PROFILES.items():
+        assert machine.name == name
         assert all(len(source) > 5 for source in machine.sources.values())
     with pytest.raises(ValueError, match="no source"):
         replace(RTX3090_ONE_COPY, sources={})
@@ -216,3 +223,41 @@ def test_a_device_without_bytes_tracks_owners() -> None:
         device.check_reads(np.array([0]), np.array([5]), np.array([2]))
     device.drain_copies()
     device.check_reads(np.array([0]), np.array([5]), np.array([2]))
+
+
+def test_a_chunk_bound_by_computing_waits_for_its_first_layer_only() -> None:
+    loop = build_replay(48, copy_gb_s=1.0)  # 24 experts of a layer take 24 ms
+    loop.policy.shrink(48)
+    for _ in range(3):
+        loop.device.apply(loop.policy.advance(loop.device.take_landed(), 0))
+    prefill = StagedPrefill(loop.policy, loop.device, VramPlan(48, 4, 48, 24, 0, ()))
+    layers = [prefill.run_layer(np.arange(24), compute_ms=60.0) for _ in range(4)]
+    assert [layer.wait_ms for layer in layers] == pytest.approx([24.0, 0.0, 0.0, 0.0], abs=0.01)
+    assert [layer.num_staged for layer in layers] == [24] * 4
+    assert loop.device.now_ms == pytest.approx(24.0 + 4 * 60.0, abs=0.01)
+
+
+def test_a_chunk_bound_by_the_link_runs_at_its_rate() -> None:
+    loop = build_replay(48, copy_gb_s=1.0)
+    loop.policy.shrink(48)
+    for _ in range(3):
+        loop.device.apply(loop.policy.advance(loop.device.take_landed(), 0))
+    prefill = StagedPrefill(loop.policy, loop.device, VramPlan(48, 4, 48, 24, 0, ()))
+    for _ in range(4):
+        prefill.run_layer(np.arange(24), compute_ms=5.0)
+    assert loop.device.now_ms == pytest.approx(4 * 24.0 + 5.0, abs=0.01)
+    with pytest.raises(ValueError, match="no layer left"):
+        prefill.run_layer(np.arange(24), compute_ms=5.0)
+
+
+def test_a_prefill_cannot_begin_before_its_slots_are_lent() -> None:
+    loop = build_replay(48, EAGER)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        loop.step(random_picks(rng), 1)
+    plan = VramPlan(48, 4, 40, 20, 0, ())
+    with pytest.raises(ValueError, match="too few"):
+        StagedPrefill(loop.policy, loop.device, plan)
+    loop.policy.shrink(40)
+    with pytest.raises(ValueError, match="not lent"):
+        StagedPrefill(loop.policy, loop.device, plan)

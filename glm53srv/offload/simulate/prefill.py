@@ -49,8 +49,10 @@ class StagedPrefill:
     def run_layer(self, experts: NDArray[np.integer], compute_ms: float) -> PrefillLayer:
         """Run the next layer over distinct experts; copies go on while it computes.
 
-        Raises WrongExpertRead if a slot does not hold what the layer expects.
+        Raises WrongExpertRead if a slot does not hold what the layer expects, ValueError after the last.
         """
+        if self.schedule.is_done:
+            raise ValueError("the chunk has no layer left")
         layer = self.schedule.next_layer
         wait_ms = self._device.wait(self._tickets.pop(layer))
         self.schedule.landed(layer)

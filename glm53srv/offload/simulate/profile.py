@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
+
 from glm53srv.offload.cost import CostModel
 
 
@@ -59,6 +61,11 @@ class HardwareProfile:
             vram_expert_ms=self.vram_expert_ms,
         )
 
+    def step_fixed_ms(self, num_streams: int) -> float:
+        """Return fixed_ms for any number of streams: on a straight line between those given, level beyond."""
+        known = sorted(self.fixed_ms)
+        return float(np.interp(num_streams, known, [self.fixed_ms[count] for count in known]))
+
     def amended(self, name: str, source: str, changes: Mapping[str, object]) -> HardwareProfile:
         """Return a profile of another name with some fields replaced, all for one reason."""
         sources = {**self.sources, **dict.fromkeys(changes, source)}
@@ -96,6 +103,13 @@ RTX3090_ONE_COPY = RTX3090_TWO_COPIES.amended(
     {"cpu_expert_ms": 0.124},
 )
 
+RTX3090_SLOW_GATHER = RTX3090_ONE_COPY.amended(
+    "3090-slow-gather",
+    "measured: 14 to 14.5 GB/s gather while the CPU lane reads (GFO, one-copy engine); with it, its cost "
+    "rule believing 0.40 ms, the replay agrees with the measured one-copy run N137",
+    {"zero_copy_gb_s": 14.5},
+)
+
 RTX3090_EXACT = RTX3090_TWO_COPIES.amended(
     "3090-exact",
     "fixed part derived from GFO G066a at an assumed hit share, so its speed is no independent test; "
@@ -128,5 +142,12 @@ H200_AS_24GB = HardwareProfile(
 )
 
 PROFILES: Mapping[str, HardwareProfile] = {
-    profile.name: profile for profile in (RTX3090_TWO_COPIES, RTX3090_ONE_COPY, RTX3090_EXACT, H200_AS_24GB)
+    profile.name: profile
+    for profile in (
+        RTX3090_TWO_COPIES,
+        RTX3090_ONE_COPY,
+        RTX3090_SLOW_GATHER,
+        RTX3090_EXACT,
+        H200_AS_24GB,
+    )
 }

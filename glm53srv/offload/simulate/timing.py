@@ -64,10 +64,9 @@ class StepTimer:
     ) -> StepTime:
         """Time a decode step: counts of distinct experts per lane, one entry per layer.
 
-        queued_bytes: what the copy engine still has to move when the step begins. Raises KeyError for a
-        number of streams that the profile does not know.
+        queued_bytes: what the copy engine still has to move when the step begins.
         """
-        fixed = self.profile.fixed_ms[num_streams]
+        fixed = self.profile.step_fixed_ms(num_streams)
         share = fixed / len(num_hits)
         total = waited = busy = 0.0
         queue = queued_bytes
@@ -136,7 +135,5 @@ class StepTimer:
 
     @staticmethod
     def _less(left: float, done: float) -> float:
-        """Take done off; what is less than a byte counts as nothing, so that rounding cannot stall the
-        clock.
-        """
+        """Take done off. Less than a byte counts as nothing, so that rounding cannot stall the clock."""
         return left - done if left - done >= 1.0 else 0.0
