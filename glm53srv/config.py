@@ -23,6 +23,9 @@ DEFAULT_CONFIG_FILE = "glm53srv.toml"
 
 Source = Literal["default", "file", "environment", "command line"]
 
+HIDDEN = "(hidden)"
+"""Shown in place of a secret."""
+
 CONFIG_FILE_ENV = "GLM53_CONFIG"
 _BY_NAME = {option.name: option for option in OPTIONS}
 _BY_FLAG = {flag: option for option in OPTIONS for flag in option.flags}
@@ -75,7 +78,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP side."""
+    """The HTTP side.
+
+    api_keys: a request must give one of them; empty: none is asked for. cors_origins: empty: no page may
+    call. unix_socket replaces host and port. Timeouts in seconds, None: no limit.
+    """
 
     host: str = "127.0.0.1"
     port: int = 30000
@@ -84,13 +91,23 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     keep_alive_s: float = 10.0
     log_level: str = "info"
+    queue_timeout_s: float | None = None
+    request_timeout_s: float | None = None
+    body_timeout_s: float = 120.0
+    write_timeout_s: float = 60.0
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    unix_socket: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """Everything, resolved.
 
-    values, sources: what was set and where it came from, by option name; defaults are left out.
+    values, sources: what was set and where it came from, by option name; defaults are left out, and secrets
+    are hidden.
     """
 
     engine: EngineConfig
@@ -158,16 +175,8 @@ def resolve(settings: Settings, num_cores: int) -> Config:
         scheduler=SchedulerConfig(
             max_queue=values["max_queue"], target_gap_s=values["target_gap_ms"] / 1000.0
         ),
-        server=ServerConfig(
-            host=values["host"],
-            port=values["port"],
-            served_name=values["served_name"],
-            max_body_bytes=values["max_body_mib"] * 2**20,
-            drain_timeout_s=values["drain_timeout_s"],
-            keep_alive_s=values["keep_alive_s"],
-            log_level=values["log_level"],
-        ),
-        values={name: values[name] for name in settings.sources},
+        server=_server_config(values),
+        values={name: HIDDEN if _BY_NAME[name].is_secret else values[name] for name in settings.sources},
         sources=settings.sources,
     )
 
@@ -186,6 +195,43 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
         elastic_gib=values["ec_elastic_gb"],
         reserve_gib=values["ec_reserve_gb"],
     )
+
+
+def _server_config(values: Mapping[str, Any]) -> ServerConfig:
+    if (values["tls_cert"] is None) != (values["tls_key"] is None):
+        raise ConfigError("--tls-cert and --tls-key belong together: give both or none")
+    return ServerConfig(
+        host=values["host"],
+        port=values["port"],
+        served_name=values["served_name"],
+        max_body_bytes=values["max_body_mib"] * 2**20,
+        drain_timeout_s=values["drain_timeout_s"],
+        keep_alive_s=values["keep_alive_s"],
+        log_level=values["log_level"],
+        queue_timeout_s=values["queue_timeout_s"],
+        request_timeout_s=values["request_timeout_s"],
+        body_timeout_s=values["body_timeout_s"],
+        write_timeout_s=values["write_timeout_s"],
+        api_keys=_api_keys(values["api_key"]),
+        cors_origins=_split(values["cors_origins"]),
+        tls_cert=values["tls_cert"],
+        tls_key=values["tls_key"],
+        unix_socket=values["unix_socket"],
+    )
+
+
+def _api_keys(text: str | None) -> tuple[str, ...]:
+    """Split keys. A setting without any key in it is an error: somebody believes to be protected."""
+    keys = _split(text)
+    if text is not None and not keys:
+        raise ConfigError("GLM53_API_KEY holds no key; set one, or leave it unset to serve without keys")
+    if any(not 0x21 <= ord(char) <= 0x7E for key in keys for char in key):
+        raise ConfigError("GLM53_API_KEY: a key may hold only visible ASCII characters")
+    return keys
+
+
+def _split(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 def default_threads(num_cores: int) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import enum
 import platform
 import socket
+import ssl
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm53srv import __version__
@@ -22,7 +24,7 @@ if TYPE_CHECKING:  # numpy and the native library are imported only when a check
     from glm53srv.model.plan import MemoryPlan
 
 GIB = 2**30
-PACKAGES = ("numpy", "tokenizers", "starlette", "hypercorn", "uvloop", "orjson", "cffi")
+PACKAGES = ("numpy", "tokenizers", "starlette", "hypercorn", "uvloop", "orjson", "cffi", "llguidance")
 
 
 class Severity(enum.Enum):
@@ -56,6 +58,7 @@ def examine(config: Config, machine: MachineFacts) -> list[Finding]:
         *_check_processor(config.engine, machine),
         _check_engine(config.engine, machine),
         *_check_model(config.engine, machine),
+        *_check_tls(config.server),
         _check_port(config.server),
     ]
 
@@ -169,21 +172,45 @@ def _check_memory(plan: MemoryPlan, machine: MachineFacts) -> Finding:
     return Finding.fatal("memory", MachineError(text))
 
 
+def _check_tls(config: ServerConfig) -> list[Finding]:
+    if config.tls_cert is None or config.tls_key is None:
+        return []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # With a password to offer, a protected key is an error and not a question on the terminal.
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        text = f"--tls-cert {config.tls_cert} with --tls-key {config.tls_key} cannot be used: {reason}"
+        return [Finding.fatal("tls", ConfigError(text))]
+    return [Finding("tls", Severity.OK, f"certificate {config.tls_cert}")]
+
+
 def _check_port(config: ServerConfig) -> Finding:
     try:
-        open_socket(config).close()
+        close_socket(open_socket(config), config)
     except ConfigError as error:
         return Finding.fatal("port", error)
     where = f"{config.host}:{config.port}" if config.port else f"{config.host}, a free port"
+    if config.unix_socket is not None:
+        where = str(config.unix_socket)
     return Finding("port", Severity.OK, f"{where} can be listened on")
 
 
 def open_socket(config: ServerConfig) -> socket.socket:
-    """Open the listening socket; the caller closes it. Raises ConfigError that says how to choose another."""
+    """Open the listening socket, for close_socket() in the end.
+
+    Raises ConfigError that says how to choose another.
+    """
+    if config.unix_socket is not None:
+        return _open_unix_socket(config.unix_socket)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. Ending a stream does not free the socket of a client that never reads: the
+        # last bytes wait in it, for ever if the client acknowledges probes. The kernel gives up after this.
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000))
         opened.bind((config.host, config.port))
         opened.listen(1024)
     except OSError as error:
@@ -192,3 +219,41 @@ def open_socket(config: ServerConfig) -> socket.socket:
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose with --port and --host"
         ) from error
     return opened
+
+
+def close_socket(listener: socket.socket, config: ServerConfig) -> None:
+    """Close what open_socket() opened; a socket file goes too."""
+    listener.close()
+    remove_socket_file(config)
+
+
+def remove_socket_file(config: ServerConfig) -> None:
+    """Remove the socket file, if the server listens on one."""
+    if config.unix_socket is not None:
+        config.unix_socket.unlink(missing_ok=True)
+
+
+def _open_unix_socket(path: Path) -> socket.socket:
+    """Open a socket file; one that a dead server left behind is replaced, anything else is an error."""
+    opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_answered(path):
+            path.unlink()
+        opened.bind(str(path))
+        opened.listen(1024)
+    except OSError as error:
+        opened.close()
+        raise ConfigError(
+            f"cannot listen on {path}: {error.strerror or error}; choose with --unix-socket"
+        ) from error
+    return opened
+
+
+def _is_answered(path: Path) -> bool:
+    """Tell whether somebody listens on a socket file."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True

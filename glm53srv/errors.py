@@ -5,14 +5,17 @@
     |-- CheckpointError    the model directory cannot be served                      exit code 3
     |-- MachineError       this machine lacks something (memory, instruction set)    exit code 4
     |-- EngineError        a step failed; the engine must be closed                  exit code 5
+    |-- GrammarError       a constraint cannot be compiled; the API makes it a 400
     `-- RequestError       one request is refused; the server goes on                an HTTP answer
         |-- InvalidRequest, ContextLengthExceeded   400
         |-- AuthenticationFailed                    401
         |-- ModelNotFound                           404
+        |-- BodyTooSlow                             408
         |-- BodyTooLarge                            413
         |-- QueueFull                               429, Retry-After
         |-- RequestFailed                           500
-        `-- NotReady                                503, Retry-After
+        |-- NotReady, QueueTimeout                  503, Retry-After
+        `-- RequestTimeout                          504
 
 The text of an error is one line that says what is wrong and what to change.
 """
@@ -50,6 +53,10 @@ class EngineError(Glm53Error):
     exit_code = 5
 
 
+class GrammarError(Glm53Error):
+    """A constraint cannot be compiled; the text is the compiler's reason, on one line."""
+
+
 class RequestError(Glm53Error):
     """One request is refused or failed; the attributes are those of an OpenAI error object.
 
@@ -78,10 +85,11 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, *, limit_tokens: int, prompt_tokens: int, completion_tokens: int, param: str) -> None:
+        place = "messages" if param == "messages" else "prompt"
         super().__init__(
             f"This model's maximum context length is {limit_tokens} tokens. However, you requested "
-            f"{prompt_tokens + completion_tokens} tokens ({prompt_tokens} in the messages, "
-            f"{completion_tokens} in the completion). Please reduce the length of the messages.",
+            f"{prompt_tokens + completion_tokens} tokens ({prompt_tokens} in the {place}, "
+            f"{completion_tokens} in the completion). Please reduce the length of the {place}.",
             param=param,
         )
 
@@ -99,6 +107,13 @@ class ModelNotFound(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class BodyTooSlow(RequestError):
+    """The request body did not arrive in time."""
+
+    status = 408
+    code = "body_timeout"
 
 
 class BodyTooLarge(RequestError):
@@ -129,3 +144,19 @@ class NotReady(RequestError):
     status = 503
     type = "unavailable_error"
     code = "not_ready"
+
+
+class QueueTimeout(RequestError):
+    """The request waited for a slot longer than the server lets it."""
+
+    status = 503
+    type = "unavailable_error"
+    code = "queue_timeout"
+
+
+class RequestTimeout(RequestError):
+    """The request ran longer than the server lets it."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"

@@ -81,7 +81,7 @@ async def generate(config: Config, options: GenerateOptions, out: TextIO, termin
         if running.model.is_random:
             terminal.write("The weights of this model are random: it speaks nonsense, by design.\n")
         begin_s = time.monotonic()
-        generations = open_generations(running.steps, _job(options, running.model), running.model.tokenizer)
+        generations = open_generations(running.steps, [_job(options, running.model)], running.model.tokenizer)
         try:
             await _print(generations, out)
         finally:

@@ -9,35 +9,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from glm53srv.errors import ConfigError
-
-Kind = Literal["str", "path", "int", "float", "choice"]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One setting. `name` is the key in the file and the attribute in Settings; flags and env are its other
-    names.
-
-    minimum, maximum: bounds of a number, or None. unit and help go into --help and the documentation.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    env: str
-    kind: Kind
-    default: object
-    help: str
-    group: str
-    unit: str = ""
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-
+from glm53srv.option import Option
+from glm53srv.options_offload import OFFLOAD_OPTIONS
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -131,121 +108,7 @@ OPTIONS: tuple[Option, ...] = (
         "CPU kernels",
         choices=("exact32", "fast16"),
     ),
-    Option(
-        "offload",
-        ("--offload",),
-        "GLM53_OFFLOAD",
-        "choice",
-        "off",
-        "simulate runs the routed experts through arena, cache slots and CPU workers, as a GPU would",
-        "offload",
-        choices=("off", "simulate"),
-    ),
-    Option(
-        "ct_cpus",
-        ("--ct-cpus",),
-        "GLM53_CT_CPUS",
-        "str",
-        "auto",
-        "CPUs of the expert workers: auto, or a list such as 2-23; auto leaves the first two cores free",
-        "offload",
-    ),
-    Option(
-        "ct_threads",
-        ("--ct-threads",),
-        "GLM53_CT_THREADS",
-        "int",
-        None,
-        "expert workers (default: one per CPU of --ct-cpus)",
-        "offload",
-        minimum=1,
-        maximum=1024,
-    ),
-    Option(
-        "ct_a",
-        ("--ct-a",),
-        "GLM53_CT_A",
-        "float",
-        None,
-        "fixed time of a job for the expert workers (default: measured)",
-        "offload",
-        unit="ms",
-        minimum=0,
-    ),
-    Option(
-        "ct_b",
-        ("--ct-b",),
-        "GLM53_CT_B",
-        "float",
-        None,
-        "time of one expert on the expert workers (default: measured)",
-        "offload",
-        unit="ms",
-        minimum=0.0001,
-    ),
-    Option(
-        "ct_tzc",
-        ("--ct-tzc",),
-        "GLM53_CT_TZC",
-        "float",
-        None,
-        "time of one expert that the GPU reads over the link (default: measured)",
-        "offload",
-        unit="ms",
-        minimum=0.0001,
-    ),
-    Option(
-        "ct_swz",
-        ("--ct-swz",),
-        "GLM53_CT_SWZ",
-        "str",
-        None,
-        "accepted and ignored: there is one layout of the experts",
-        "offload",
-    ),
-    Option(
-        "ec_max_slots",
-        ("--ec-max-slots",),
-        "GLM53_EC_MAX_SLOTS",
-        "int",
-        None,
-        "experts in the cache at most (default: what memory holds)",
-        "offload",
-        minimum=1,
-    ),
-    Option(
-        "ec_stage_gb",
-        ("--ec-stage-gb",),
-        "GLM53_EC_STAGE_GB",
-        "float",
-        2.6,
-        "size of each of two staging buffers of a prefill",
-        "offload",
-        unit="GiB",
-        minimum=0,
-    ),
-    Option(
-        "ec_elastic_gb",
-        ("--ec-elastic-gb",),
-        "GLM53_EC_ELASTIC_GB",
-        "float",
-        10.0,
-        "part of the cache that a prefill may borrow",
-        "offload",
-        unit="GiB",
-        minimum=0,
-    ),
-    Option(
-        "ec_reserve_gb",
-        ("--ec-reserve-gb",),
-        "GLM53_EC_RESERVE_GB",
-        "float",
-        None,
-        "GPU memory that stays free (default: 1.5 in fast mode, 1.0 in exact mode)",
-        "offload",
-        unit="GiB",
-        minimum=0,
-    ),
+    *OFFLOAD_OPTIONS,
     Option(
         "max_queue",
         ("--max-queue",),
@@ -330,6 +193,98 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0.1,
     ),
     Option(
+        "queue_timeout_s",
+        ("--queue-timeout-s",),
+        "GLM53_QUEUE_TIMEOUT_S",
+        "float",
+        None,
+        "longest wait for a slot; then 503 (default: no limit)",
+        "limits",
+        unit="s",
+        minimum=0.001,
+    ),
+    Option(
+        "request_timeout_s",
+        ("--request-timeout-s",),
+        "GLM53_REQUEST_TIMEOUT_S",
+        "float",
+        None,
+        "longest time from the request to its last token; then 504, or an error event in a stream "
+        "(default: no limit)",
+        "limits",
+        unit="s",
+        minimum=0.001,
+    ),
+    Option(
+        "body_timeout_s",
+        ("--body-timeout-s",),
+        "GLM53_BODY_TIMEOUT_S",
+        "float",
+        120.0,
+        "time in which a request body must arrive",
+        "limits",
+        unit="s",
+        minimum=0.001,
+    ),
+    Option(
+        "write_timeout_s",
+        ("--write-timeout-s",),
+        "GLM53_WRITE_TIMEOUT_S",
+        "float",
+        60.0,
+        "how long a client may not read before its connection is closed",
+        "limits",
+        unit="s",
+        minimum=0.1,
+    ),
+    Option(
+        "api_key",
+        ("--api-key",),
+        "GLM53_API_KEY",
+        "str",
+        None,
+        "keys of which a request must give one, separated by commas; better in the variable than on the "
+        "command line, which every user of the machine can read",
+        "access",
+        is_secret=True,
+    ),
+    Option(
+        "cors_origins",
+        ("--cors-origins",),
+        "GLM53_CORS_ORIGINS",
+        "str",
+        None,
+        "origins of web pages that may call the server, separated by commas; * for all",
+        "access",
+    ),
+    Option(
+        "tls_cert",
+        ("--tls-cert",),
+        "GLM53_TLS_CERT",
+        "path",
+        None,
+        "certificate chain (PEM); with --tls-key the server speaks HTTPS",
+        "access",
+    ),
+    Option(
+        "tls_key",
+        ("--tls-key",),
+        "GLM53_TLS_KEY",
+        "path",
+        None,
+        "private key of the certificate (PEM, without a password)",
+        "access",
+    ),
+    Option(
+        "unix_socket",
+        ("--unix-socket",),
+        "GLM53_UNIX_SOCKET",
+        "path",
+        None,
+        "listen on this socket file in place of host and port",
+        "access",
+    ),
+    Option(
         "log_level",
         ("--log-level",),
         "GLM53_LOG_LEVEL",
@@ -351,7 +306,7 @@ def usage() -> str:
             group = option.group
             lines += ["", f"{group}:"]
         choices = "|".join(option.choices)
-        operand = choices or {"int": "N", "float": "X", "path": "DIR", "str": "TEXT"}.get(option.kind, "")
+        operand = choices or {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}.get(option.kind, "")
         default = "" if option.default is None else f", default {option.default}"
         unit = f" in {option.unit}" if option.unit else ""
         lines.append(f"  {', '.join(option.flags)} {operand}")

@@ -11,17 +11,19 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from typing import TextIO
 
-from hypercorn.asyncio import serve as serve_hypercorn
 from hypercorn.config import Config as HypercornConfig
 
 from glm53srv.api.app import create_app
+from glm53srv.api.info_routes import describe_server
 from glm53srv.api.lifecycle import Lifecycle
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
-from glm53srv.config import Config, describe
-from glm53srv.doctor import open_socket
+from glm53srv.config import Config, ServerConfig, describe
+from glm53srv.doctor import open_socket, remove_socket_file
 from glm53srv.errors import Glm53Error
+from glm53srv.http_server import serve_app
 from glm53srv.progress import ProgressLine
 
 logger = logging.getLogger(__name__)
@@ -46,22 +48,18 @@ async def serve(config: Config, terminal: TextIO) -> int:
         report=ProgressLine(terminal),
         on_failure=lambda _: stop.set(),
     )
-    app = create_app(lifecycle, config.server)
+    app = create_app(lifecycle, config.server, info=describe_server(config))
     listener = open_socket(config.server)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = _url_of(listener, config.server)
     _log_start(config, url)
     _end_on_signals(stop)
     announcer = asyncio.create_task(_announce(lifecycle, url))
     try:
-        await serve_hypercorn(
-            app,  # type: ignore[arg-type]  # the same protocol, spelled by Starlette with looser types
-            _hypercorn_config(listener.detach()),  # hypercorn closes it
-            shutdown_trigger=lambda: _drained(stop, lifecycle),
-        )
+        await serve_app(app, _hypercorn_config(config.server), listener, lambda: _drained(stop, lifecycle))
     finally:
         announcer.cancel()
         await asyncio.wait((announcer,))
+        remove_socket_file(config.server)
     failure = lifecycle.failure
     if failure is None:
         logger.info("stopped")
@@ -86,11 +84,22 @@ async def _announce(lifecycle: Lifecycle, url: str) -> None:
     if model.is_random:
         logger.warning("the weights of %s are random: it speaks nonsense, by design", model.name)
     logger.info("ready url=%s model=%s context_tokens=%d", url, model.name, model.context_tokens)
+    if url.startswith("unix:"):
+        logger.info("try: curl --unix-socket %s http://localhost/v1/models", url.removeprefix("unix:"))
+        return
     logger.info(
         "try: curl -N %s/v1/chat/completions -H 'content-type: application/json' -d "
         '\'{"stream": true, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}\'',
         url,
     )
+
+
+def _url_of(listener: socket.socket, config: ServerConfig) -> str:
+    if config.unix_socket is not None:
+        return f"unix:{config.unix_socket}"
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _log_start(config: Config, url: str) -> None:
@@ -99,11 +108,11 @@ def _log_start(config: Config, url: str) -> None:
     logger.info("listening url=%s; loading %s", url, config.engine.model_dir)
 
 
-def _hypercorn_config(descriptor: int) -> HypercornConfig:
+def _hypercorn_config(server: ServerConfig) -> HypercornConfig:
     hypercorn = HypercornConfig()
-    hypercorn.bind = [f"fd://{descriptor}"]
+    if server.tls_cert is not None and server.tls_key is not None:
+        hypercorn.certfile, hypercorn.keyfile = str(server.tls_cert), str(server.tls_key)
     hypercorn.graceful_timeout = FLUSH_S
-    hypercorn.shutdown_timeout = 60.0
     hypercorn.keep_alive_timeout = KEEP_ALIVE_S
     hypercorn.keep_alive_max_requests = 1_000_000
     hypercorn.include_server_header = False

@@ -63,6 +63,11 @@ def test_foreign_variables_are_left_alone() -> None:
         ),
         (MODEL, {"PORT": "x"}, "PORT is 'x', must be a whole number"),
         (MODEL, {"GLM53_CONFIG": "/nonexistent.toml"}, "/nonexistent.toml: cannot be read"),
+        ([*MODEL, "--tls-cert", "c"], {}, "--tls-cert and --tls-key belong together"),
+        (MODEL, {"GLM53_TLS_KEY": "k"}, "--tls-cert and --tls-key belong together"),
+        (MODEL, {"GLM53_API_KEY": " , "}, "GLM53_API_KEY holds no key"),
+        (MODEL, {"GLM53_API_KEY": "a,b c"}, "only visible ASCII"),
+        ([*MODEL, "--queue-timeout-s", "0"], {}, "must be at least 0.001"),
         ([], {}, "no model: give --model DIR or set GLM53_MODEL_DIR"),
     ],
 )
@@ -101,10 +106,11 @@ def test_names_flags_and_variables_are_unique() -> None:
 def test_every_option_reaches_the_config() -> None:
     """An option that resolve() forgets would be silently ignored."""
     samples = {"int": "300", "float": "7", "str": "t", "path": "d"}
+    companions = {"tls_cert": ["--tls-key", "k"], "tls_key": ["--tls-cert", "c"]}
     plain = load_config(MODEL, {})
     for option in OPTIONS:
         text = option.choices[-1] if option.choices else samples[option.kind]
-        changed = load_config([*MODEL, option.flags[0], text], {})
+        changed = load_config([*MODEL, *companions.get(option.name, []), option.flags[0], text], {})
         assert _values(changed) != _values(plain), option.name
 
 
@@ -119,6 +125,27 @@ def test_describe_names_value_and_source() -> None:
     lines = describe(load_config(MODEL, {"PORT": "8080", "GLM53_TARGET_GAP_MS": "50"}))
     assert "port = 8080 (environment)" in lines
     assert "target_gap_ms = 50.0 (environment)" in lines
+
+
+def test_lists_are_split_at_commas() -> None:
+    environ = {"GLM53_API_KEY": "a, b,,c", "GLM53_CORS_ORIGINS": "https://x, https://y"}
+    server = load_config(MODEL, environ).server
+    assert server.api_keys == ("a", "b", "c")
+    assert server.cors_origins == ("https://x", "https://y")
+
+
+def test_a_secret_is_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('api_key = "sesame"\n')
+    for argv, environ in (
+        (["--api-key", "sesame"], {}),
+        ([], {"GLM53_API_KEY": "sesame"}),
+        ([], {"GLM53_CONFIG": str(file)}),
+    ):
+        config = load_config([*MODEL, *argv], environ)
+        assert config.server.api_keys == ("sesame",)
+        assert "sesame" not in f"{config!r} {describe(config)} {config.values}"
+        assert "api_key = (hidden)" in " ".join(describe(config))
 
 
 def test_two_cores_stay_free_on_larger_machines() -> None:

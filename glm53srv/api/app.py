@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
@@ -22,25 +22,20 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from glm53srv.api import openai
+from glm53srv.api import openai_wire
+from glm53srv.api.access import ApiKeyGate
 from glm53srv.api.asgi import MethodNotAllowed, PathNotFound
+from glm53srv.api.info_routes import ServerInfo, describe_server
 from glm53srv.api.lifecycle import Lifecycle, Loaded, Loader
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
-from glm53srv.api.routes import (
-    ApiContext,
-    ChatCompletions,
-    Endpoint,
-    Health,
-    JsonEdge,
-    Liveness,
-    Models,
-    RequestLog,
-)
+from glm53srv.api.route_table import starlette_routes
+from glm53srv.api.routes import ApiContext, RequestLog
+from glm53srv.api.service import Deadlines
 from glm53srv.api.sse import StreamTimes
 from glm53srv.config import Config, ServerConfig, load_config
 from glm53srv.errors import Glm53Error, RequestError, RequestFailed
@@ -57,10 +52,15 @@ FLUSH_S = 1.0
 
 
 def create_app(
-    lifecycle: Lifecycle, server: ServerConfig | None = None, *, handles_signals: bool = False
+    lifecycle: Lifecycle,
+    server: ServerConfig | None = None,
+    *,
+    handles_signals: bool = False,
+    info: ServerInfo | None = None,
 ) -> Starlette:
     """Build the application. Its lifespan starts and closes the lifecycle.
 
+    info: what /server_info shows of the configuration.
     handles_signals: SIGTERM and SIGINT begin the drain, the second one ends the process; for servers that
     tell the application of a shutdown only after they cut its streams.
     """
@@ -70,7 +70,9 @@ def create_app(
         state=lifecycle.state,
         text_threads=text_threads,
         max_body_bytes=server.max_body_bytes,
-        times=StreamTimes(keep_alive_s=server.keep_alive_s),
+        body_timeout_s=server.body_timeout_s,
+        times=StreamTimes(keep_alive_s=server.keep_alive_s, write_timeout_s=server.write_timeout_s),
+        deadlines=Deadlines(queue_s=server.queue_timeout_s, total_s=server.request_timeout_s),
     )
 
     @contextlib.asynccontextmanager
@@ -86,27 +88,29 @@ def create_app(
                 text_threads.shutdown(wait=False, cancel_futures=True)
 
     return Starlette(
-        routes=api_routes(context),
+        routes=starlette_routes(context, lifecycle.metrics, info or ServerInfo()),
         lifespan=lifespan,
-        middleware=[Middleware(RequestLog)],
+        middleware=_middleware(server),
         exception_handlers={HTTPException: _http_error, Exception: _unexpected_error},
     )
 
 
-def api_routes(context: ApiContext) -> Sequence[BaseRoute]:
-    """Give the table of endpoints."""
-    health = Health(context.state)
-    models = Models(context.state)
-    table: tuple[tuple[str, str, Endpoint], ...] = (
-        ("GET", "/health", health),
-        ("GET", "/health/ready", health),
-        ("GET", "/health/live", Liveness()),
-        ("GET", "/livez", Liveness()),
-        ("GET", "/v1/models", models),
-        ("GET", "/v1/models/{model_id:path}", models),
-        ("POST", "/v1/chat/completions", ChatCompletions(context)),
-    )
-    return [Route(path, JsonEdge(endpoint), methods=[method]) for method, path, endpoint in table]
+def _middleware(server: ServerConfig) -> list[Middleware]:
+    """Give what wraps every request, outermost first: preflights of browsers carry no key."""
+    found = [Middleware(RequestLog)]
+    if server.cors_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=server.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    if server.api_keys:
+        found.append(Middleware(ApiKeyGate, keys=server.api_keys))
+    return found
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -128,7 +132,7 @@ async def _unexpected_error(request: Request, error: Exception) -> Response:
 
 
 def _json_response(error: RequestError, headers: dict[str, str]) -> Response:
-    body = orjson.dumps(openai.error_body(error))
+    body = orjson.dumps(openai_wire.error_body(error))
     return Response(body, error.status, headers, media_type="application/json")
 
 
@@ -181,7 +185,7 @@ def app_from_config(config: Config) -> Starlette:
         report=ProgressLine(sys.stderr),
         on_failure=exit_soon,
     )
-    return create_app(lifecycle, config.server, handles_signals=True)
+    return create_app(lifecycle, config.server, handles_signals=True, info=describe_server(config))
 
 
 def _plainly(load: Loader) -> Loader:

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from glm53srv.errors import BodyTooLarge, RequestError
+from glm53srv.errors import AuthenticationFailed, BodyTooLarge, BodyTooSlow, RequestError
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -41,12 +41,25 @@ class MethodNotAllowed(RequestError):
     code = "method_not_allowed"
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytearray:
+async def read_body(
+    scope: Scope, receive: Receive, max_bytes: int, timeout_s: float | None = None
+) -> bytearray:
     """Read the whole request body; unread bodies would hide a disconnect.
 
+    timeout_s: in which it must have arrived; None: whenever. Raises BodyTooSlow, BodyTooLarge, ClientGone.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_body(scope, receive, max_bytes)
+    except TimeoutError as error:
+        raise BodyTooSlow(f"The request body did not arrive within {timeout_s:g} s") from error
+
+
+async def _read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytearray:
+    """Read within any time.
+
     A body somewhat too large is read and thrown away before it is refused: most clients look at the answer
-    only when they have sent everything, and would see a broken connection instead. Raises BodyTooLarge,
-    ClientGone.
+    only when they have sent everything, and would see a broken connection instead.
     """
     too_large = BodyTooLarge(f"Request body exceeds {max_bytes} bytes; send less, or raise --max-body-mib")
     most = DISCARD_FACTOR * max_bytes
@@ -155,6 +168,6 @@ def error_headers(error: RequestError) -> Headers:
     headers: list[tuple[bytes, bytes]] = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
-    if isinstance(error, BodyTooLarge):
+    if isinstance(error, BodyTooLarge | BodyTooSlow | AuthenticationFailed):
         headers.append((b"connection", b"close"))  # the rest of the body is not read
     return headers

@@ -12,9 +12,17 @@ size of the conversation.
     <|observation|><tool_response>text</tool_response>... one block per run of tool messages
     <|assistant|><think>                                 generation prompt
 
-One departure: the template has no way to switch thinking off. With enable_thinking false the generation
+Two departures. The template has no way to switch thinking off: with enable_thinking false the generation
 prompt goes on with </think>, as other servers of this family do; the model was not trained on that for its
-last turn, so quality drops.
+last turn, so quality drops. And it always begins a turn: with continue_final the prompt ends inside the last
+message, in place of a generation prompt:
+
+    content                   reasoning     the prompt ends in
+    "" or none                given         <think>reasoning                      open: more reasoning comes
+    <think>text, not closed   none          <think>text                           open: more reasoning comes
+    any other                 any           <think>reasoning</think>content       more of the content comes
+
+The end of what is continued is kept as it is, white space too.
 """
 
 from __future__ import annotations
@@ -59,11 +67,13 @@ class TemplateOptions:
 
     reasoning_effort: "low", "high", or anything else for the maximum. clear_thinking: drop the reasoning of
     turns at or before the last user message. enable_thinking: False closes the think block in the prompt.
+    continue_final: go on with the last message, of the assistant and without calls, and begin no turn.
     """
 
     reasoning_effort: str | None = None
     clear_thinking: bool = False
     enable_thinking: bool = True
+    continue_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,9 @@ def render_chat(
         _render_tools(prompt, tools)
     last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
     position = 0
+    continued = messages[-1] if options.continue_final else None
+    if continued is not None:
+        messages = messages[:-1]
     while position < len(messages):
         message = messages[position]
         if message.role == "tool":
@@ -125,6 +138,9 @@ def render_chat(
             prompt.text(message.content)
         position += 1
     prompt.control("<|assistant|>", "<think>")
+    if continued is not None:
+        is_open = _render_continued(prompt, continued)
+        return RenderedPrompt(tuple(prompt.segments), ends_in_reasoning=is_open)
     if not options.enable_thinking:
         prompt.control("</think>")
     return RenderedPrompt(tuple(prompt.segments), ends_in_reasoning=options.enable_thinking)
@@ -173,11 +189,30 @@ def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _render_assistant(prompt: _PromptBuilder, message: ChatMessage, keep_reasoning: bool) -> None:
+def _split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
+    """Give reasoning and content; a client that knows no field for reasoning sends it inline."""
     reasoning, content = message.reasoning, message.content
     if reasoning is None and "</think>" in content:
         reasoning = content.split("</think>", 1)[0].rsplit("<think>", 1)[-1]
         content = content.rsplit("</think>", 1)[-1]
+    return reasoning, content
+
+
+def _render_continued(prompt: _PromptBuilder, message: ChatMessage) -> bool:
+    """Render the message to go on with, behind <think>; returns whether reasoning stays open."""
+    reasoning, content = _split_reasoning(message)
+    if reasoning is None and content.startswith("<think>"):
+        reasoning, content = content.removeprefix("<think>"), ""
+    prompt.text(reasoning or "")
+    if reasoning and not content:
+        return True
+    prompt.control("</think>")
+    prompt.text(content.lstrip())
+    return False
+
+
+def _render_assistant(prompt: _PromptBuilder, message: ChatMessage, keep_reasoning: bool) -> None:
+    reasoning, content = _split_reasoning(message)
     prompt.control("<|assistant|>", "<think>")
     if keep_reasoning and reasoning is not None:
         prompt.text(reasoning)

@@ -15,6 +15,7 @@ from glm53srv.api.served import ServedModel
 from glm53srv.api.state import Phase, Running, ServerState
 from glm53srv.engine.base import Engine
 from glm53srv.errors import EngineError, Glm53Error
+from glm53srv.metrics import Metrics
 from glm53srv.progress import Progress
 from glm53srv.scheduler.loop import StepLoop
 from glm53srv.scheduler.scheduler import SchedulerSettings
@@ -49,6 +50,7 @@ class Lifecycle:
         drain_timeout_s: float = 30.0,
         report: Progress | None = None,
         on_failure: Callable[[Exception], None] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         """report: is shown the progress too (a line in the terminal), on the engine thread.
 
@@ -59,6 +61,7 @@ class Lifecycle:
         self._drain_timeout_s = drain_timeout_s
         self._report = report
         self._on_failure = on_failure
+        self.metrics = metrics or Metrics()
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._is_closing = False
         self._main: asyncio.Task[None] | None = None
@@ -131,7 +134,10 @@ class Lifecycle:
         if self._is_closing:
             await loop.run_in_executor(self._engine_thread, loaded.engine.close)
             return None
-        self._steps = StepLoop(loaded.engine, self._settings, executor=self._engine_thread)
+        self._steps = StepLoop(
+            loaded.engine, self._settings, executor=self._engine_thread, observer=self.metrics
+        )
+        self.metrics.begin(loaded.model.name, self._steps.stats)
         self._steps.start()
         self.state.set_ready(Running(loaded.model, self._steps))
         logger.info("ready model=%s context_tokens=%d", loaded.model.name, loaded.model.context_tokens)

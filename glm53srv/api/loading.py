@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from glm53srv.api.lifecycle import Loaded, Loader
 from glm53srv.api.served import ServedModel
@@ -15,8 +16,14 @@ from glm53srv.request import SamplingParams
 from glm53srv.scheduler.admission import context_tokens
 from glm53srv.scheduler.scheduler import SchedulerSettings
 
+if TYPE_CHECKING:  # llguidance: not before the port is open
+    from glm53srv.engine.grammar import GrammarCompiler
+
 DEFAULT_NAME = "glm-5.3-flash"
 RANDOM_NAME = "random-weights"
+
+MODEL_TYPE = "glm5_next"
+"""model_type in the config.json of every checkpoint that is served."""
 
 TOKENIZER_SHARE = 0.05
 """Share of the progress bar that ends before the engine loads."""
@@ -27,17 +34,20 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
 
     def load(progress: Progress) -> Loaded:
         from glm53srv.engine.factory import load_engine  # numpy and native code: not before the port is open
-        from glm53srv.model.config import load_model_config
+        from glm53srv.model.config import ARCHITECTURE, load_model_config
 
         model_dir = config.engine.model_dir
         progress(0.0, "tokenizer")
         model_config = load_model_config(model_dir)
         tokenizer = Tokenizer.load(model_dir)
+        progress(TOKENIZER_SHARE / 2, "grammars")
+        grammars = grammar_compiler(tokenizer, model_config.eos_token_ids)
         rest = 1.0 - TOKENIZER_SHARE
         engine = load_engine(
             config.engine,
             read_machine(),
             lambda part, stage: progress(TOKENIZER_SHARE + rest * part, stage),
+            grammars,
         )
         advised = model_config.sampling
         neutral = SamplingParams()
@@ -54,10 +64,22 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
                 repetition_penalty=_or(advised.repetition_penalty, neutral.repetition_penalty),
             ),
             is_random=model_config.is_random,
+            grammars=grammars,
+            path=str(model_dir),
+            model_type=MODEL_TYPE,
+            architectures=(ARCHITECTURE,),
         )
         return Loaded(engine, served)
 
     return load
+
+
+def grammar_compiler(tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> GrammarCompiler:
+    """Index the vocabulary for constrained output; about 1.5 s for GLM's."""
+    from glm53srv.engine.grammar import GrammarCompiler
+
+    token_bytes = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.num_ids)]
+    return GrammarCompiler(token_bytes, sorted(tokenizer.control_ids), eos_token_ids, tokenizer.encode_text)
 
 
 def scheduler_settings(config: Config) -> SchedulerSettings:

@@ -14,6 +14,19 @@ from typing import Any
 import orjson
 
 from glm53srv.api.chat_template import RenderedPrompt, render_chat
+from glm53srv.api.constraints import OutputFormat, constrain
+from glm53srv.api.openai_wire import (
+    DONE,
+    LEAD,
+    TAIL,
+    check_model,
+    error_event,
+    progress_body,
+    slowest,
+    split_stops,
+    timings_body,
+    usage_body,
+)
 from glm53srv.api.output_events import (
     CallArguments,
     CallEnd,
@@ -23,25 +36,47 @@ from glm53srv.api.output_events import (
     ReasoningDelta,
 )
 from glm53srv.api.output_parser import OutputParser
+from glm53srv.api.protocol import AnswerHead
 from glm53srv.api.schema import ChatRequest, parse_chat_request
-from glm53srv.api.served import OWNER, ServedModel
-from glm53srv.api.service import Finish, GenerationJob, StepOutput
+from glm53srv.api.served import ServedModel
+from glm53srv.api.service import Finish, GenerationJob, StepOutput, Timings
 from glm53srv.api.tokenizer import Tokenizer, TooManyIds
+from glm53srv.api.tool_grammar import tool_format
 from glm53srv.api.tool_types import tool_schemas
 from glm53srv.api.wire import parse_body
-from glm53srv.errors import ContextLengthExceeded, ModelNotFound, RequestError
-from glm53srv.request import GenerationRequest, TokenEvent, Usage
-
-DONE = b"data: [DONE]\n\n"
-_LEAD, _TAIL = b"data: ", b"\n\n"
+from glm53srv.errors import ContextLengthExceeded, RequestError
+from glm53srv.request import GenerationRequest, PromptNews, TokenEvent, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
-    """A checked request with its rendered, encoded prompt."""
+    """A checked request with its rendered, encoded prompt. output_format: still to be compiled."""
 
     request: ChatRequest
     generation: GenerationJob
+    output_format: OutputFormat | None = None
+
+    @property
+    def jobs(self) -> Sequence[GenerationJob]:
+        return (self.generation,)
+
+    @property
+    def output_formats(self) -> Sequence[OutputFormat]:
+        return () if self.output_format is None else (self.output_format,)
+
+    @property
+    def is_stream(self) -> bool:
+        return self.request.is_stream
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return self.request.ignored
+
+    def new_writer(self, head: AnswerHead, model: ServedModel) -> ChunkWriter:
+        return ChunkWriter(head, self, model)
+
+    def new_builder(self, head: AnswerHead, model: ServedModel) -> ChatBuilder:
+        return ChatBuilder(head, self, model)
 
 
 def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -> ChatJob:
@@ -52,9 +87,21 @@ def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -
     request = parse_chat_request(parse_body(body), model.defaults)
     check_model(request.model, model)
     prompt = render_chat(request.messages, request.tools, request.template)
-    stop, stop_ids = _split_stops(request.stop, model.tokenizer)
-    sampling = request.sampling
-    sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *stop_ids))
+    stop, stop_ids = split_stops(request.stop, model.tokenizer)
+    wanted = tool_format(
+        request.tools,
+        request.tool_choice,
+        request.output_format,
+        model.tokenizer,
+        parallel=request.parallel_calls,
+    )
+    sampling = constrain(
+        replace(request.sampling, stop_token_ids=(*request.sampling.stop_token_ids, *stop_ids)),
+        wanted,
+        model.tokenizer,
+        in_reasoning=prompt.ends_in_reasoning,
+        thinking_budget=request.thinking_budget,
+    )
     tools = tool_schemas(request.tools)
     return ChatJob(
         request,
@@ -64,13 +111,16 @@ def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -
                 prompt_ids=_encode(prompt, model, request.max_tokens),
                 sampling=sampling,
                 max_tokens=request.max_tokens,
+                reports_prompt=request.returns_progress and request.is_stream,
             ),
             new_reader=lambda: OutputParser(tools, starts_in_reasoning=prompt.ends_in_reasoning),
             stop=stop,
             include_stop=request.include_stop,
             max_calls=None if request.parallel_calls else 1,
             num_choices=request.num_choices,
+            skip_special_tokens=request.skip_special_tokens,
         ),
+        wanted,
     )
 
 
@@ -87,114 +137,89 @@ def _encode(prompt: RenderedPrompt, model: ServedModel, max_tokens: int | None) 
         ) from error
 
 
-def check_model(name: str | None, model: ServedModel) -> None:
-    """Raise ModelNotFound for a name that is not served; no name means the one model there is."""
-    if name is not None and name != model.name:
-        raise ModelNotFound(
-            f"The model {name!r} does not exist; this server serves {model.name!r}", param="model"
-        )
-
-
-def _split_stops(stops: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Special tokens never become text, so a stop string that spells one is a stop id."""
-    texts, ids = [], []
-    for stop in stops:
-        token_id = tokenizer.control_id(stop)
-        if token_id is not None and tokenizer.is_special(token_id):
-            ids.append(token_id)
-        texts.append(stop)  # the model may also spell it out of ordinary tokens
-    return tuple(texts), tuple(ids)
-
-
-def error_body(error: RequestError) -> dict[str, Any]:
-    """Give the body of an error answer."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-
-
-def error_event(error: RequestError) -> bytes:
-    """Give the last events of a stream that cannot go on."""
-    return _LEAD + orjson.dumps(error_body(error)) + _TAIL + DONE
-
-
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Spell token counts."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
-def model_body(model: ServedModel) -> dict[str, Any]:
-    """Describe the model; the context is the one that can be served."""
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": OWNER,
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.context_tokens,
-    }
-
-
 class ChunkWriter:
     """Spells the stream of one request. The part that all chunks share is serialised once."""
 
-    def __init__(self, answer_id: str, created: int, job: ChatJob, model: ServedModel) -> None:
-        head = {
-            "id": answer_id,
+    def __init__(self, head: AnswerHead, job: ChatJob, model: ServedModel) -> None:
+        shared = {
+            "id": head.answer_id,
             "object": "chat.completion.chunk",
-            "created": created,
+            "created": head.created,
             "model": model.name,
             "system_fingerprint": None,
         }
-        self._prefix = _LEAD + orjson.dumps(head)[:-1] + b',"choices":['
+        self._prefix = LEAD + orjson.dumps(shared)[:-1] + b',"choices":['
         self._options = job.request.stream_options
         self._wants_usage = self._options.include_usage or self._options.continuous_usage
         self._has_logprobs = job.generation.request.sampling.num_logprobs is not None
         self._tokenizer = model.tokenizer
-        self._calls = [CallIds(answer_id, choice) for choice in range(job.request.num_choices)]
+        self._calls = [CallIds(head.answer_id, choice) for choice in range(job.request.num_choices)]
+        self._timings: Timings | None = None
+        self._returns_progress = job.request.returns_progress
 
     def opening(self, usage: Usage) -> bytes:
         """Give the role chunk of every choice; sent before prefill, so that something is."""
         role = {"role": "assistant", "content": ""}
         shown = usage if self._options.continuous_usage else None
-        return b"".join(self._chunk(choice, role, b"null", None, shown) for choice in range(len(self._calls)))
+        chunks = [self._chunk(choice, role, b"null", None, shown) for choice in range(len(self._calls))]
+        if self._returns_progress:  # the first report is where the cache ends
+            chunks.append(self._progress(usage, PromptNews(usage.cached_tokens, 0.0)))
+        return b"".join(chunks)
 
     def step(self, output: StepOutput, usage: Usage) -> bytes:
         """Give the chunks of one step of one choice, the finish chunk too if it ended."""
         shown = usage if self._options.continuous_usage else None
         calls = self._calls[output.choice]
         deltas = [delta for event in output.events if (delta := _delta(event, calls)) is not None]
+        chunks = [self._progress(output.usage, news) for news in output.prompt]
         logprobs = b"null"
         if self._has_logprobs and output.tokens:
             logprobs = orjson.dumps(logprobs_body(output.tokens, self._tokenizer))
             deltas = deltas or [{}]
-        chunks = []
         for delta in deltas:
             chunks.append(self._chunk(output.choice, delta, logprobs, None, shown))
             logprobs = b"null"
         if output.finish is not None:
-            chunks.append(self._chunk(output.choice, {}, b"null", output.finish.reason, shown))
+            extra = b""
+            if output.timings is not None:
+                self._timings = slowest(self._timings, output.timings)
+                extra = b',"timings":' + orjson.dumps(timings_body(output.usage, output.timings))
+            chunks.append(self._chunk(output.choice, {}, b"null", output.finish.reason, shown, extra))
         return b"".join(chunks)
 
     def closing(self, usage: Usage) -> bytes:
         """Give what follows the last finish chunk."""
         if not self._options.include_usage:
             return DONE
-        return self._prefix + b'],"usage":' + orjson.dumps(usage_body(usage)) + b"}" + _TAIL + DONE
+        extra = b""
+        if self._timings is not None:
+            extra = b',"timings":' + orjson.dumps(timings_body(usage, self._timings))
+        return self._prefix + b'],"usage":' + orjson.dumps(usage_body(usage)) + extra + b"}" + TAIL + DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """Give the last events of a stream that cannot go on."""
+        return error_event(error)
+
+    def _progress(self, usage: Usage, news: PromptNews) -> bytes:
+        """Give a chunk without choices that says how far the prompt is."""
+        progress = orjson.dumps(progress_body(usage, news))
+        return self._prefix + b'],"prompt_progress":' + progress + b"}" + TAIL
 
     def _chunk(
-        self, choice: int, delta: dict[str, Any], logprobs: bytes, reason: str | None, usage: Usage | None
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: bytes,
+        reason: str | None,
+        usage: Usage | None,
+        extra: bytes = b"",
     ) -> bytes:
+        """Spell one chunk. extra: further members of it, from the comma on."""
         finish = b"null" if reason is None else b'"%s"' % reason.encode()
-        end = b"]}" + _TAIL
+        end = b"]" + extra
         if self._wants_usage:
-            end = b'],"usage":' + (b"null" if usage is None else orjson.dumps(usage_body(usage)))
-            end += b"}" + _TAIL
+            end += b',"usage":' + (b"null" if usage is None else orjson.dumps(usage_body(usage)))
+        end += b"}" + TAIL
         return b'%s{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s}%s' % (
             self._prefix,
             choice,
@@ -272,15 +297,15 @@ class _Choice:
     finish: Finish | None = None
 
 
-class AnswerBuilder:
+class ChatBuilder:
     """Assembles the answer of a request that does not stream; equal to its stream put together.
 
     A call that was cut is left out: running half a command is worse than running none.
     """
 
-    def __init__(self, answer_id: str, created: int, job: ChatJob, model: ServedModel) -> None:
-        self._answer_id = answer_id
-        self._created = created
+    def __init__(self, head: AnswerHead, job: ChatJob, model: ServedModel) -> None:
+        self._head = head
+        self._timings: Timings | None = None
         self._model = model
         self._has_logprobs = job.generation.request.sampling.num_logprobs is not None
         self._choices = [_Choice() for _ in range(job.request.num_choices)]
@@ -291,6 +316,7 @@ class AnswerBuilder:
         if self._has_logprobs:
             choice.tokens += output.tokens
         choice.finish = output.finish or choice.finish
+        self._timings = slowest(self._timings, output.timings)
         for event in output.events:
             match event:
                 case ContentDelta(text):
@@ -306,18 +332,21 @@ class AnswerBuilder:
 
     def body(self, usage: Usage) -> dict[str, Any]:
         """Give the answer, once every choice has finished."""
-        return {
-            "id": self._answer_id,
+        body = {
+            "id": self._head.answer_id,
             "object": "chat.completion",
-            "created": self._created,
+            "created": self._head.created,
             "model": self._model.name,
             "system_fingerprint": None,
             "choices": [self._choice_body(at, choice) for at, choice in enumerate(self._choices)],
             "usage": usage_body(usage),
         }
+        if self._timings is not None:
+            body["timings"] = timings_body(usage, self._timings)
+        return body
 
     def _choice_body(self, at: int, choice: _Choice) -> dict[str, Any]:
-        ids = CallIds(self._answer_id, at)
+        ids = CallIds(self._head.answer_id, at)
         calls = [
             {
                 "id": ids.of(index),

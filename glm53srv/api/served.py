@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from glm53srv.api.tokenizer import Tokenizer
 from glm53srv.request import SamplingParams
+
+if TYPE_CHECKING:  # numpy: not before the port is open
+    from glm53srv.engine.grammar import GrammarCompiler
 
 OWNER = "glm53srv"
 
@@ -16,7 +20,9 @@ class ServedModel:
 
     name: the id that requests give and answers carry. created: Unix seconds. context_tokens: the longest
     sequence that can really be served, not the trained one. defaults: sampling for requests that say
-    nothing, from the checkpoint's generation_config.json. is_random: the weights are noise.
+    nothing, from the checkpoint's generation_config.json. is_random: the weights are noise. path: the
+    checkpoint's directory. model_type, architectures: from its config.json. grammars: compiles constraints,
+    the same that the engine has; None: there can be none.
     """
 
     name: str
@@ -25,3 +31,7 @@ class ServedModel:
     context_tokens: int
     defaults: SamplingParams = field(default_factory=SamplingParams)
     is_random: bool = False
+    path: str = ""
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+    grammars: GrammarCompiler | None = None

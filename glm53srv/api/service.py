@@ -19,8 +19,15 @@ from glm53srv.api.markers import Piece
 from glm53srv.api.output_events import CallEnd, OutputEvent, merge_events
 from glm53srv.api.stop_strings import StopStrings
 from glm53srv.api.tokenizer import Tokenizer
-from glm53srv.errors import NotReady, RequestFailed
-from glm53srv.request import FinishReason, GenerationRequest, TokenEvent, Usage
+from glm53srv.errors import NotReady, QueueTimeout, RequestFailed, RequestTimeout
+from glm53srv.request import (
+    FinishReason,
+    GenerationRequest,
+    PromptNews,
+    SequenceTimes,
+    TokenEvent,
+    Usage,
+)
 
 RETRY_AFTER_S = 10
 
@@ -30,6 +37,9 @@ class TokenSource(Protocol):
 
     @property
     def cached_tokens(self) -> int: ...
+
+    @property
+    def times(self) -> SequenceTimes: ...
 
     async def next_events(self) -> tuple[TokenEvent, ...]:
         """Wait for news and give all there is; empty after the end."""
@@ -72,7 +82,9 @@ class GenerationJob:
     """One prompt to answer num_choices times.
 
     new_reader: makes the parser of one choice, in the state in which the prompt ends. stop: stop strings.
-    max_calls: end after so many complete tool calls. Choice i > 0 draws from seed + i.
+    max_calls: end after so many complete tool calls. Choice i > 0 draws from seed + i. skip_special_tokens:
+    leave special tokens out of the text. requests: one for each choice, made with the job and so not on the
+    event loop when the prompt is long.
     """
 
     request: GenerationRequest
@@ -81,43 +93,86 @@ class GenerationJob:
     include_stop: bool = False
     max_calls: int | None = None
     num_choices: int = 1
+    skip_special_tokens: bool = True
+    requests: tuple[GenerationRequest, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        requests = tuple(_request_of_choice(self.request, choice) for choice in range(self.num_choices))
+        object.__setattr__(self, "requests", requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds from the submission: until every choice has a slot; until all have ended. None: no limit."""
+
+    queue_s: float | None = None
+    total_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended. matched: the stop string or stop id that ended it, if one did."""
+    """Why a choice ended. matched: the stop string or stop id that ended it, if one did.
 
-    reason: Literal["stop", "length", "tool_calls"]
+    abort: another request asked for its end.
+    """
+
+    reason: Literal["stop", "length", "tool_calls", "abort"]
     matched: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of an ended choice: waiting, computing the prompt, sampling after the first token, and all."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one or several steps gave for one choice.
 
-    tokens: the sampled tokens that belong to the text, for log probabilities and token counts.
+    tokens: the sampled tokens that belong to the text, for log probabilities and token counts. end_token: the
+    stop id, which belongs to no text. prompt: news of the prompt, which come before everything else. usage:
+    the choice's counts so far. timings: set with finish.
     """
 
     choice: int
     events: Sequence[OutputEvent]
     tokens: Sequence[TokenEvent]
     finish: Finish | None = None
+    end_token: TokenEvent | None = None
+    prompt: Sequence[PromptNews] = ()
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    timings: Timings | None = None
 
 
 class Generation:
     """One choice in progress. Whoever opens it closes it in a `finally`."""
 
-    def __init__(self, choice: int, source: TokenSource, job: GenerationJob, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        choice: int,
+        source: TokenSource,
+        job: GenerationJob,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._choice = choice
         self._source = source
         self._job = job
-        self._detokenizer = Detokenizer(tokenizer)
+        self._clock = clock
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=job.skip_special_tokens)
         self._stops = StopStrings(job.stop, include_match=job.include_stop)
         self._reader = job.new_reader()
         self._calls_end_id = tokenizer.control_id("<|observation|>")
         self._num_tokens = 0
         self._num_reasoning = 0
         self._num_calls = 0
+        self._untold: list[TokenEvent] = []  # tokens whose text is still held; they go with the next output
         self.is_finished = False
 
     @property
@@ -130,6 +185,11 @@ class Generation:
             reasoning_tokens=self._num_reasoning,
         )
 
+    @property
+    def is_scheduled(self) -> bool:
+        """It has left the queue."""
+        return self._source.times.first_scheduled_s is not None
+
     async def next_step(self) -> StepOutput:
         """Wait until there is something to deliver. Not to be called after the finish.
 
@@ -137,8 +197,10 @@ class Generation:
         """
         while True:
             output = self._read(await self._source.next_events())
-            if output.events or output.finish is not None or any(t.logprobs for t in output.tokens):
+            has_news = output.events or output.finish is not None or output.prompt
+            if has_news or any(token.logprobs for token in output.tokens):
                 return output
+            self._untold += output.tokens
 
     def close(self) -> None:
         """Abort, if it still runs. Idempotent."""
@@ -148,7 +210,8 @@ class Generation:
         if not news:
             raise NotReady("the request was ended", retry_after_s=RETRY_AFTER_S)
         events: list[OutputEvent] = []
-        tokens: list[TokenEvent] = []
+        tokens, self._untold = self._untold, []
+        prompt = [event.prompt for event in news if event.prompt is not None]
         for event in news:
             if event.token_id is not None:
                 self._count()
@@ -159,8 +222,31 @@ class Generation:
             if finish is not None:
                 events += self._flush(event)
                 self.is_finished = True
-                return StepOutput(self._choice, merge_events(events), tokens, self._reason(finish))
-        return StepOutput(self._choice, merge_events(events), tokens)
+                return StepOutput(
+                    self._choice,
+                    merge_events(events),
+                    tokens,
+                    finish=self._reason(finish),
+                    end_token=event if event.is_stop_token else None,
+                    prompt=prompt,
+                    usage=self.usage,
+                    timings=self._timings(),
+                )
+        return StepOutput(self._choice, merge_events(events), tokens, prompt=prompt, usage=self.usage)
+
+    def _timings(self) -> Timings:
+        """Split the time from submission to now."""
+        times, now_s = self._source.times, self._clock()
+        scheduled_s = now_s if times.first_scheduled_s is None else times.first_scheduled_s
+        first_s = now_s if times.first_token_s is None else times.first_token_s
+        last_s = first_s if times.last_token_s is None else times.last_token_s
+        return Timings(
+            queue_s=scheduled_s - times.submitted_s,
+            prefill_s=first_s - scheduled_s,
+            decode_s=last_s - first_s,
+            total_s=now_s - times.submitted_s,
+            num_preemptions=times.num_preemptions,
+        )
 
     def _count(self) -> None:
         self._num_tokens += 1
@@ -190,6 +276,8 @@ class Generation:
                 return Finish("stop", event.token_id if event.is_stop_token else None)
             case FinishReason.LENGTH:
                 return Finish("length")
+            case FinishReason.CANCELLED:
+                return Finish("abort")
             case FinishReason.ABORT:
                 raise NotReady("the server is shutting down", retry_after_s=RETRY_AFTER_S)
             case FinishReason.ERROR:
@@ -204,6 +292,8 @@ class Generation:
 
     def _reason(self, finish: Finish) -> Finish:
         """A call that was cut makes it `length` however it ended; complete calls make a stop `tool_calls`."""
+        if finish.reason == "abort":
+            return finish
         if self._reader.has_open_call:
             return Finish("length")
         if finish.reason == "stop" and self._reader.num_complete_calls:
@@ -213,36 +303,42 @@ class Generation:
 
 @dataclass(slots=True)
 class Generations:
-    """All choices of one job. Whoever opens it closes it in a `finally`."""
+    """All choices of all prompts of a request: choice = prompt * choices_per_prompt + choice of the prompt.
+
+    Whoever opens it closes it in a `finally`. queue_end_s, total_end_s: deadlines on the event loop's clock,
+    or None.
+    """
 
     choices: list[Generation]
     submitted_s: float
     clock: Callable[[], float]
+    choices_per_prompt: int = 1
+    queue_end_s: float | None = None
+    total_end_s: float | None = None
     first_token_s: float | None = None
     _waiting: dict[asyncio.Task[StepOutput], int] = field(default_factory=dict)
 
     @property
     def usage(self) -> Usage:
-        """The prompt once, outputs summed over the choices."""
+        """Each prompt once, outputs summed over the choices."""
+        if len(self.choices) == 1:
+            return self.choices[0].usage
         parts = [choice.usage for choice in self.choices]
+        prompts = parts[:: self.choices_per_prompt]
         return Usage(
-            prompt_tokens=parts[0].prompt_tokens,
+            prompt_tokens=sum(part.prompt_tokens for part in prompts),
             completion_tokens=sum(part.completion_tokens for part in parts),
-            cached_tokens=parts[0].cached_tokens,
+            cached_tokens=sum(part.cached_tokens for part in prompts),
             reasoning_tokens=sum(part.reasoning_tokens for part in parts),
         )
 
     async def next_steps(self) -> list[StepOutput]:
         """Wait for the next outputs, at most one per choice; empty when all choices have finished.
 
-        Raises what Generation.next_step raises.
+        Raises what Generation.next_step raises, QueueTimeout, RequestTimeout.
         """
-        if len(self.choices) == 1:
-            only = self.choices[0]
-            outputs = [] if only.is_finished else [await only.next_step()]
-        else:
-            outputs = await self._next_of_many()
-        if outputs and self.first_token_s is None:
+        outputs = await self._next_in_time()
+        if self.first_token_s is None and any(output.usage.completion_tokens for output in outputs):
             self.first_token_s = self.clock()
         return outputs
 
@@ -254,6 +350,28 @@ class Generations:
         self._waiting.clear()
         for choice in self.choices:
             choice.close()
+
+    async def _next_in_time(self) -> list[StepOutput]:
+        if self.queue_end_s is not None and all(choice.is_scheduled for choice in self.choices):
+            self.queue_end_s = None
+        ends_s = [end_s for end_s in (self.queue_end_s, self.total_end_s) if end_s is not None]
+        if not ends_s:  # the common case pays for no timer
+            return await self._next()
+        try:
+            async with asyncio.timeout_at(min(ends_s)):
+                return await self._next()
+        except TimeoutError:
+            if self.total_end_s == min(ends_s):
+                raise RequestTimeout("The request took longer than this server allows") from None
+        if all(choice.is_scheduled for choice in self.choices):  # all in their slots, before any token
+            return await self._next_in_time()
+        raise QueueTimeout("The request waited too long for a free slot", retry_after_s=RETRY_AFTER_S)
+
+    async def _next(self) -> list[StepOutput]:
+        if len(self.choices) == 1:
+            only = self.choices[0]
+            return [] if only.is_finished else [await only.next_step()]
+        return await self._next_of_many()
 
     async def _next_of_many(self) -> list[StepOutput]:
         waited_for = set(self._waiting.values())
@@ -272,23 +390,36 @@ class Generations:
 
 def open_generations(
     source: StepSource,
-    job: GenerationJob,
+    jobs: Sequence[GenerationJob],
     tokenizer: Tokenizer,
     *,
     clock: Callable[[], float] = time.monotonic,
+    deadlines: Deadlines = Deadlines(),
 ) -> Generations:
-    """Submit all choices of a job, or none. Raises RequestError."""
+    """Submit all choices of all prompts, or none. Raises RequestError.
+
+    jobs: one for each prompt, all with the same number of choices. clock: the one of the step loop.
+    """
     opened: list[Generation] = []
     submitted_s = clock()
     try:
-        for choice in range(job.num_choices):
-            stream = source.submit(_request_of_choice(job, choice))
-            opened.append(Generation(choice, stream, job, tokenizer))
+        for job in jobs:
+            for request in job.requests:
+                stream = source.submit(request)
+                opened.append(Generation(len(opened), stream, job, tokenizer, clock))
     except BaseException:
         for generation in opened:
             generation.close()
         raise
-    return Generations(opened, submitted_s, clock)
+    now_s = asyncio.get_running_loop().time()
+    return Generations(
+        opened,
+        submitted_s,
+        clock,
+        jobs[0].num_choices,
+        queue_end_s=None if deadlines.queue_s is None else now_s + deadlines.queue_s,
+        total_end_s=None if deadlines.total_s is None else now_s + deadlines.total_s,
+    )
 
 
 def _take_result(task: asyncio.Task[StepOutput]) -> None:
@@ -297,11 +428,10 @@ def _take_result(task: asyncio.Task[StepOutput]) -> None:
         task.exception()
 
 
-def _request_of_choice(job: GenerationJob, choice: int) -> GenerationRequest:
+def _request_of_choice(request: GenerationRequest, choice: int) -> GenerationRequest:
     if choice == 0:
-        return job.request
-    seed = job.request.sampling.seed
-    sampling = job.request.sampling
-    if seed is not None:
-        sampling = replace(sampling, seed=(seed + choice) % 2**63)
-    return replace(job.request, request_id=f"{job.request.request_id}-{choice}", sampling=sampling)
+        return request
+    sampling = request.sampling
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+    return replace(request, request_id=f"{request.request_id}-{choice}", sampling=sampling)

@@ -96,6 +96,11 @@ class Tokenizer:
         """The output markers by token id."""
         return self._markers
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of all added tokens: markers, roles, ends."""
+        return frozenset(self._added_bytes)
+
     def control_id(self, text: str) -> int | None:
         """Look up an added token by its spelling; None for any other text."""
         return self._added_ids.get(text)
@@ -108,11 +113,19 @@ class Tokenizer:
         """Encode free text; nothing in it becomes a control token."""
         return list(self._encode_run(text).ids)
 
-    def encode_with_controls(self, text: str) -> list[int]:
-        """Encode text in which the spelling of a control token stands for the token (raw completions)."""
+    def encode_with_controls(self, text: str, *, max_ids: int | None = None) -> list[int]:
+        """Encode text in which the spelling of a control token stands for the token (raw completions).
+
+        Raises TooManyIds when it has more than max_ids.
+        """
         if not text:
             return []
-        return list(self._full.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        if max_ids is not None:
+            self._give_up_early(text, max_ids, (Segment(text),))
+        encoding = self._full.encode_batch_fast([text], add_special_tokens=False)[0]
+        if max_ids is not None and len(encoding) > max_ids:
+            raise TooManyIds(len(encoding))
+        return list(encoding.ids)
 
     def encode(self, segments: Sequence[Segment], *, max_ids: int | None = None) -> tuple[int, ...]:
         """Encode a rendered prompt; neighbouring free text is encoded as one piece.

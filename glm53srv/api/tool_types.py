@@ -82,7 +82,7 @@ def declared_types(schema: object, root: Mapping[str, object]) -> frozenset[str]
             if isinstance(branches, list):
                 todo.extend(branches)
         if isinstance(current.get("$ref"), str):
-            todo.append(_resolve(str(current["$ref"]), root))
+            todo.append(resolve_reference(str(current["$ref"]), root))
     return frozenset(found)
 
 
@@ -152,7 +152,7 @@ def _type_of(value: object) -> str:
             return "object"
 
 
-def _resolve(reference: str, root: Mapping[str, object]) -> object:
+def resolve_reference(reference: str, root: Mapping[str, object]) -> object:
     """Follow a local JSON pointer (`#/$defs/Box`); None when it leads nowhere."""
     if not reference.startswith("#"):
         return None

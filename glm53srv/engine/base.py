@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from glm53srv.request import SamplingParams, TokenLogprobs
+from glm53srv.request import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class SequenceStart:
 
     prompt_ids: the whole prompt. output_ids: tokens already sampled, not empty when a preempted sequence is
     computed again (its prefill then covers prompt and output). seed: 64-bit, resolved; token i of the output
-    is drawn from (seed, i) alone, so that it depends neither on batching nor on preemption.
+    is drawn from (seed, i) alone, so that it depends neither on batching nor on preemption. prompt_logprobs:
+    the positions to judge, without those that an earlier run of a preempted sequence has told.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class SequenceStart:
     seed: int
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token drawn for a slot in this step."""
+    """The token drawn for a slot in this step.
+
+    error: this sequence cannot go on (its grammar outgrew its limits), one line; token_id then has no
+    meaning. The others do not suffer.
+    """
 
     slot: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +128,15 @@ class StepResult:
     """The outcome of StepPlan `step_id`.
 
     tokens: one per decode row, in plan order, then one for a prefill slice that ended its last chunk.
-    prefill_done: the slice ran its last layer.
+    prefill_done: the slice ran its last layer. prompt_logprobs: then, those of the positions that
+    SequenceStart.prompt_logprobs.positions_after(chunk) names, in order; else empty.
     """
 
     step_id: int
     tokens: tuple[SampledToken, ...]
     prefill_done: bool
     stats: StepStats
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Engine(Protocol):

@@ -33,6 +33,7 @@ from glm53srv.engine.base import (
     StepStats,
 )
 from glm53srv.engine.expert_steps import ExpertsInPlace, ExpertSteps
+from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
 from glm53srv.kernels import Isa, KernelPool, Precision
@@ -43,6 +44,7 @@ from glm53srv.model.ops import F32
 from glm53srv.model.state import PAGE_TOKENS, PagedCache, SequenceState, view_of
 from glm53srv.model.vocabulary import count_token_ids
 from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.request import TokenLogprobs
 
 if TYPE_CHECKING:
     from glm53srv.offload.device.simulated_gpu import OffloadOpener
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 Progress = Callable[[float, str], None]
 
 _WARM_UP_TOKENS = 16
+
+_JUDGED_ROWS = 32
+"""Rows of prompt logits that exist at once: 20 MB of float32 at GLM's 154,880 ids; a chunk has 317 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +120,17 @@ class CpuEngine:
         self._blas_limit = threadpool_limits(limits=1, user_api="blas")
 
     @classmethod
-    def load(cls, model_dir: Path, options: EngineOptions, progress: Progress | None = None) -> CpuEngine:
+    def load(
+        cls,
+        model_dir: Path,
+        options: EngineOptions,
+        progress: Progress | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> CpuEngine:
         """Load a checkpoint on the calling thread, the engine thread from then on.
 
-        progress: called with a fraction from 0 to 1 and the stage. Raises CheckpointError or MachineError.
+        progress: called with a fraction from 0 to 1 and the stage. grammars: for constrained requests. Raises
+        CheckpointError or MachineError.
         """
         pool = KernelPool(options.num_threads, options.isa, options.cpus)
         context = KernelContext(pool, options.precision)
@@ -132,7 +144,7 @@ class CpuEngine:
                 opener.close()
             pool.close()
             raise
-        sampler = SamplerBank(config.vocab_size, config.eos_token_ids, num_valid_ids)
+        sampler = SamplerBank(config.vocab_size, config.eos_token_ids, num_valid_ids, grammars)
         return cls(decoder, pool, sampler, options, None if opener is None else opener.offload)
 
     @property
@@ -187,12 +199,17 @@ class CpuEngine:
             self._release(slot_id)
         begin_s = time.perf_counter()
         prefill_done, last_row = False, None
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if plan.prefill is not None:
             self._require(
                 plan.prefill.slot not in {row.slot for row in plan.decode},
                 "a slot prefills and decodes at once",
             )
-            prefill_done, last_row = self._prefill(plan.prefill)
+            last_rows = self._prefill(plan.prefill)
+            prefill_done = last_rows is not None
+            if last_rows is not None:
+                prompt_logprobs = self._judge_prompt(plan.prefill, last_rows)
+                last_row = last_rows[-1:] if plan.prefill.is_last_chunk else None
         middle_s = time.perf_counter()
         streams = self._decode(plan.decode)
         slot_ids = [row.slot for row in plan.decode]
@@ -205,7 +222,7 @@ class CpuEngine:
             prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
             decode_s=end_s - middle_s if plan.decode else 0.0,
         )
-        return StepResult(plan.step_id, tuple(tokens), prefill_done, stats)
+        return StepResult(plan.step_id, tuple(tokens), prefill_done, stats, prompt_logprobs)
 
     def _release(self, slot_id: int) -> None:
         slot = self._slots.pop(slot_id, None)
@@ -215,8 +232,8 @@ class CpuEngine:
             if not slot.is_prefilled and not any(other.chunk for other in self._slots.values()):
                 self._experts.end_chunk(is_more_waiting=False)
 
-    def _prefill(self, piece: PrefillSlice) -> tuple[bool, F32 | None]:
-        """Run the slice. Gives whether the chunk is done, and streams (1, 4, hidden) to sample from."""
+    def _prefill(self, piece: PrefillSlice) -> F32 | None:
+        """Run the slice. Gives the chunk's streams (tokens, 4, hidden) once they left the last layer."""
         slot = self._slot_for(piece)
         end = piece.start_position + len(piece.token_ids)
         self._check_slice(piece, slot, end)
@@ -228,12 +245,24 @@ class CpuEngine:
             streams = self._decoder.prefill_block(layer, streams, sequence, self._cache)
         if piece.layer_end < self._limits.num_layers:
             slot.streams, slot.chunk, slot.next_layer = streams, piece.token_ids, piece.layer_end
-            return False, None
+            return None
         self._experts.end_chunk(is_more_waiting=not piece.is_last_chunk)
         slot.streams, slot.chunk, slot.next_layer = None, (), 0
         slot.num_computed = end
         slot.is_prefilled = piece.is_last_chunk
-        return True, streams[-1:] if piece.is_last_chunk else None
+        return streams
+
+    def _judge_prompt(self, piece: PrefillSlice, streams: F32) -> tuple[TokenLogprobs, ...]:
+        """Run the wanted rows of a chunk that is done through the head, a block at a time."""
+        begin = piece.start_position
+        wanted = self._sampler.prompt_positions(piece.slot, begin, begin + len(piece.token_ids))
+        judged: list[TokenLogprobs] = []
+        for first in range(0, len(wanted), _JUDGED_ROWS):
+            positions = wanted[first : first + _JUDGED_ROWS]
+            row = positions.start - 1 - begin  # the token before judges a position
+            logits = self._decoder.logits(streams[row : row + len(positions)])
+            judged += self._sampler.judge_prompt(piece.slot, positions, logits)
+        return tuple(judged)
 
     def _slot_for(self, piece: PrefillSlice) -> _Slot:
         if piece.start is None:

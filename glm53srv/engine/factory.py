@@ -12,7 +12,8 @@ from glm53srv.errors import MachineError
 from glm53srv.machine import MachineFacts
 from glm53srv.progress import Progress
 
-if TYPE_CHECKING:  # numpy; not before an engine is loaded
+if TYPE_CHECKING:  # numpy and llguidance: not before the port is open
+    from glm53srv.engine.grammar import GrammarCompiler
     from glm53srv.offload.device.options import OffloadOptions
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,13 @@ def choose_engine(config: EngineConfig, machine: MachineFacts) -> EngineChoice:
     return EngineChoice("cpu", "no NVIDIA GPU was found")
 
 
-def load_engine(config: EngineConfig, machine: MachineFacts, progress: Progress) -> Engine:
+def load_engine(
+    config: EngineConfig, machine: MachineFacts, progress: Progress, grammars: GrammarCompiler | None = None
+) -> Engine:
     """Load and warm up the chosen engine on the calling thread, the engine thread from then on.
 
-    progress: fraction 0..1 and stage. Raises CheckpointError or MachineError, one line.
+    progress: fraction 0..1 and stage. grammars: compiles the constraints of requests. Raises CheckpointError
+    or MachineError, one line.
     """
     choose_engine(config, machine)
     from glm53srv.engine.cpu import CpuEngine, EngineOptions
@@ -59,7 +63,9 @@ def load_engine(config: EngineConfig, machine: MachineFacts, progress: Progress)
         precision=Precision[config.precision.upper()],
         offload=_offload_options(config, machine),
     )
-    engine = CpuEngine.load(config.model_dir, options, lambda part, stage: progress(part * 0.9, stage))
+    engine = CpuEngine.load(
+        config.model_dir, options, lambda part, stage: progress(part * 0.9, stage), grammars
+    )
     progress(0.9, "warming up")
     try:
         engine.warm_up()

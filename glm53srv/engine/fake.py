@@ -28,8 +28,10 @@ from glm53srv.engine.base import (
     StepResult,
     StepStats,
 )
+from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
+from glm53srv.request import TokenLogprobs
 
 SCRIPTED_LOGIT = 30.0
 """Height of a scripted token over all others, whose logits are 0: certain, unless the request bends it."""
@@ -103,7 +105,7 @@ class FakeEngine:
     scripts: output token ids by request id; after its last one the first end id follows (for ever).
     Sequences without a script get deterministic pseudo-random logits of their tokens.
     before_step: called on the engine thread with each plan; may block (StepGate) or raise. fail_at_step: the
-    first step with this id or a later one raises EngineError.
+    first step with this id or a later one raises EngineError. grammars: for constrained requests.
     """
 
     def __init__(
@@ -114,13 +116,14 @@ class FakeEngine:
         before_step: Callable[[StepPlan], None] | None = None,
         fail_at_step: int | None = None,
         costs: FakeCosts | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._limits = limits
         self._scripts = {} if scripts is None else scripts
         self._before_step = before_step
         self._fail_at_step = fail_at_step
         self._costs = FakeCosts() if costs is None else costs
-        self._sampler = SamplerBank(limits.vocab_size, limits.eos_token_ids)
+        self._sampler = SamplerBank(limits.vocab_size, limits.eos_token_ids, grammars=grammars)
         self._memory = PagedMemory(limits)
         self._slots: dict[int, _Slot] = {}
         self._last_step_id = -1
@@ -171,15 +174,18 @@ class FakeEngine:
         _require(len(set(slots_used)) == len(slots_used), f"a slot twice in one step: {slots_used}")
         sampled_slots = [row.slot for row in plan.decode]
         prefill_done = False
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if plan.prefill is not None:
             prefill_done = self._run_prefill(plan.prefill)
+            if prefill_done:
+                prompt_logprobs = self._judge_prompt(plan.prefill)
             if prefill_done and plan.prefill.is_last_chunk:
                 sampled_slots.append(plan.prefill.slot)
         for row in plan.decode:
             self._run_decode(row)
         tokens = self._sample(sampled_slots)
         self._is_usable = True
-        return StepResult(plan.step_id, tokens, prefill_done, self._stats(plan))
+        return StepResult(plan.step_id, tokens, prefill_done, self._stats(plan), prompt_logprobs)
 
     def _run_prefill(self, piece: PrefillSlice) -> bool:
         limits = self._limits
@@ -235,22 +241,34 @@ class FakeEngine:
     def _sample(self, slot_ids: list[int]) -> tuple[SampledToken, ...]:
         if not slot_ids:
             return ()
-        logits = np.stack([self._logits(self._slots[slot_id]) for slot_id in slot_ids])
+        slots = [self._slots[slot_id] for slot_id in slot_ids]
+        logits = np.stack([self._logits(slot, slot.num_computed) for slot in slots])
         sampled = self._sampler.sample(slot_ids, logits)
         for token in sampled:
-            self._slots[token.slot].tokens.append(token.token_id)
+            if token.error is None:
+                self._slots[token.slot].tokens.append(token.token_id)
         return tuple(sampled)
 
-    def _logits(self, slot: _Slot) -> NDArray[np.float32]:
-        tokens = self._memory.read(slot.page_ids, slot.num_computed)
-        expected = np.array(slot.tokens, dtype=np.int64)
+    def _judge_prompt(self, piece: PrefillSlice) -> tuple[TokenLogprobs, ...]:
+        begin, end = piece.start_position, piece.start_position + len(piece.token_ids)
+        positions = self._sampler.prompt_positions(piece.slot, begin, end)
+        if not positions:
+            return ()
+        slot = self._slots[piece.slot]
+        logits = np.stack([self._logits(slot, position) for position in positions])
+        return tuple(self._sampler.judge_prompt(piece.slot, positions, logits))
+
+    def _logits(self, slot: _Slot, num_tokens: int) -> NDArray[np.float32]:
+        """Give the logits after the first num_tokens tokens; a script says nothing of the prompt."""
+        tokens = self._memory.read(slot.page_ids, num_tokens)
+        expected = np.array(slot.tokens[:num_tokens], dtype=np.int64)
         _require(np.array_equal(tokens, expected), f"the pages of {slot.request_id} hold other tokens")
         script = self._scripts.get(slot.request_id)
-        if script is None:
+        if script is None or num_tokens < slot.num_prompt:
             generator = np.random.Generator(np.random.Philox(key=zlib.crc32(tokens.tobytes())))
             return generator.standard_normal(self._limits.vocab_size, dtype=np.float32)
         logits = np.zeros(self._limits.vocab_size, dtype=np.float32)
-        index = len(slot.tokens) - slot.num_prompt
+        index = num_tokens - slot.num_prompt
         peak = script[index] if index < len(script) else self._limits.eos_token_ids[0]
         logits[peak] = SCRIPTED_LOGIT
         return logits

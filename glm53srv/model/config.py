@@ -160,7 +160,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     generation = (
         _read_json(model_dir / "generation_config.json")
         if (model_dir / "generation_config.json").is_file()
-        else JsonSection("generation_config.json", "", {})
+        else JsonSection(str(model_dir / "generation_config.json"), "", {})
     )
     _refuse_unsupported(text)
     attention_kinds = _attention_kinds(text)
@@ -206,7 +206,7 @@ def _read_json(path: Path) -> JsonSection:
         raise CheckpointError(f"{path}: not valid JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
-    return JsonSection(path.name, "", value)
+    return JsonSection(str(path), "", value)
 
 
 def _check_architecture(root: JsonSection) -> None:

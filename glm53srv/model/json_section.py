@@ -11,7 +11,7 @@ from glm53srv.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class JsonSection:
-    """One object of a configuration file. file: its name. path: dotted key of this object, "" for the root.
+    """One object of a configuration file. file: its path. path: dotted key of this object, "" for the root.
 
     Every look-up raises CheckpointError when the key is absent (and no default was given) or has another
     type. A key whose value is null counts as absent.

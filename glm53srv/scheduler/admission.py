@@ -14,16 +14,19 @@ def context_tokens(limits: EngineLimits) -> int:
 
 def check_request(request: GenerationRequest, limits: EngineLimits) -> None:
     """Raise InvalidRequest or ContextLengthExceeded for a request that no free engine could take."""
-    _check_ids("messages", request.prompt_ids, limits.vocab_size)
+    _check_ids("messages", request.id_range, limits.vocab_size)
     _check_ids(
         "logit_bias", tuple(token_id for token_id, _ in request.sampling.logit_bias), limits.vocab_size
     )
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
+    _check_ids("token_ids_logprob", request.sampling.logprob_token_ids, limits.vocab_size)
+    if request.prompt_logprobs is not None:
+        _check_ids("token_ids_logprob", request.prompt_logprobs.token_ids, limits.vocab_size)
     if len(request.prompt_ids) >= context_tokens(limits):
         raise ContextLengthExceeded(
             limit_tokens=context_tokens(limits),
             prompt_tokens=len(request.prompt_ids),
-            completion_tokens=request.max_tokens or 1,
+            completion_tokens=1 if request.max_tokens is None else max(request.max_tokens, 1),
             param="messages",
         )
 

@@ -33,7 +33,8 @@ def check_sequences(waiting: Items[Sequence], admitted: Items[Sequence], limits:
         held = len(sequence.page_ids) * limits.page_tokens
         require(held >= computed, f"{name} has computed {computed} tokens in pages for {held}")
         require(held < total + limits.page_tokens, f"{name} hoards pages: {held} for {total} tokens")
-        require(len(sequence.output_ids) < sequence.max_output_tokens, f"{name} lives beyond its token limit")
+        is_within = len(sequence.output_ids) < max(sequence.max_output_tokens, 1)
+        require(is_within, f"{name} lives beyond its token limit")
 
 
 def check_slots(

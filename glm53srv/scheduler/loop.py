@@ -21,11 +21,13 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
-from glm53srv.engine.base import Engine
+from glm53srv.engine.base import Engine, EngineLimits
 from glm53srv.errors import NotReady, RequestFailed
 from glm53srv.request import FinishReason, GenerationRequest, TokenEvent
 from glm53srv.scheduler.scheduler import Scheduler, SchedulerSettings
+from glm53srv.scheduler.sequence import Sequence
 from glm53srv.scheduler.stats import SchedulerStats
 from glm53srv.scheduler.stream import TokenStream
 
@@ -45,12 +47,22 @@ class LoopState(enum.Enum):
     CLOSED = "closed"
 
 
+class SequenceObserver(Protocol):
+    """Is told what happens to sequences, on the event loop thread, before their readers are; never raises."""
+
+    def on_token(self, sequence: Sequence) -> None:
+        """A token was sampled; the sequence's times and counts have it already."""
+
+    def on_end(self, sequence: Sequence, finish: FinishReason, now_s: float) -> None:
+        """The sequence has ended; called once for each."""
+
+
 class StepLoop:
     """Drives one engine. Every method is called on the event loop thread that called start().
 
     executor: one thread, on which the engine was loaded and warmed up; step and close run on it. Without one
     the loop makes its own. An executor that was passed in is shut down by its owner, after aclose().
-    clock: seconds, monotonic. draw_seed: fresh 64-bit seeds for requests without one.
+    clock: seconds, monotonic. draw_seed: fresh 64-bit seeds for requests without one. observer: counts.
     """
 
     def __init__(
@@ -61,8 +73,10 @@ class StepLoop:
         executor: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
+        observer: SequenceObserver | None = None,
     ) -> None:
         self._engine = engine
+        self._observer = observer
         self._scheduler = Scheduler(engine.limits, settings or SchedulerSettings(), draw_seed)
         self._owns_executor = executor is None
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -80,6 +94,11 @@ class StepLoop:
     @property
     def state(self) -> LoopState:
         return self._state
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What the engine can hold."""
+        return self._engine.limits
 
     @property
     def failure(self) -> Exception | None:
@@ -108,6 +127,20 @@ class StepLoop:
         self._is_idle.clear()
         self._has_work.set()
         return stream
+
+    def cancel(self, request_id: str | None) -> int:
+        """End the sequences of a request with FinishReason.CANCELLED; returns how many there were.
+
+        Those are the ones of this id, or of this id, "-" and anything: the further choices and prompts of a
+        request. None: all.
+        """
+        streams = [
+            stream
+            for stream in self._streams.values()
+            if request_id is None or _belongs_to(stream.sequence.request.request_id, request_id)
+        ]
+        self._end_streams(streams, FinishReason.CANCELLED)
+        return len(streams)
 
     def stats(self) -> SchedulerStats:
         """Take a snapshot of the scheduler."""
@@ -179,9 +212,12 @@ class StepLoop:
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._executor, self._engine.step, plan)
         for sequence_id, event in self._scheduler.apply(result, self._clock()):
-            self._streams[sequence_id].push(event)
+            stream = self._streams[sequence_id]
+            if self._observer is not None and event.token_id is not None:
+                self._observer.on_token(stream.sequence)
+            stream.push(event)
             if event.finish is not None:
-                self._forget(sequence_id)
+                self._forget(sequence_id, event.finish)
         return True
 
     def _fail(self, error: Exception) -> None:
@@ -200,7 +236,7 @@ class StepLoop:
         """End sequences with an event. Readers come first: the scheduler may be what has failed."""
         for stream in streams:
             stream.push(TokenEvent(None, finish=finish, error=error))
-            self._forget(stream.sequence.sequence_id)
+            self._forget(stream.sequence.sequence_id, finish)
         for stream in streams:
             self._scheduler.abort(stream.sequence.sequence_id, self._clock())
 
@@ -212,9 +248,15 @@ class StepLoop:
             self._scheduler.finish(sequence_id, self._clock())
         else:
             self._scheduler.abort(sequence_id, self._clock())
-        self._forget(sequence_id)
+        self._forget(sequence_id, finish)
 
-    def _forget(self, sequence_id: int) -> None:
-        del self._streams[sequence_id]
+    def _forget(self, sequence_id: int, finish: FinishReason) -> None:
+        stream = self._streams.pop(sequence_id)
+        if self._observer is not None:
+            self._observer.on_end(stream.sequence, finish, self._clock())
         if not self._streams:
             self._is_idle.set()
+
+
+def _belongs_to(request_id: str, asked: str) -> bool:
+    return request_id == asked or request_id.startswith(f"{asked}-")

@@ -63,6 +63,14 @@ class InFlight:
         if piece is not None and is_done and piece.is_last_chunk:
             slots.append(piece.slot)
         answered = [token.slot for token in result.tokens]
+        num_judged = 0
+        if self.chunk is not None and is_done:
+            num_judged = len(self.chunk.sequence.prompt_positions(self.chunk.begin, self.chunk.end))
+        if len(result.prompt_logprobs) != num_judged:
+            raise EngineError(
+                f"the engine gave log probabilities of {len(result.prompt_logprobs)} prompt tokens in step "
+                f"{plan.step_id}, which wants {num_judged}"
+            )
         if result.step_id != plan.step_id or result.prefill_done != is_done or answered != slots:
             raise EngineError(
                 f"the engine answered step {result.step_id} with tokens for slots {answered} and "

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from glm53srv.engine.base import EngineLimits, PrefillSlice, SampledToken, StepPlan, StepResult
 from glm53srv.errors import QueueFull, RequestError
-from glm53srv.request import GenerationRequest, TokenEvent
+from glm53srv.request import FinishReason, GenerationRequest, TokenEvent
 from glm53srv.scheduler.admission import check_request, context_tokens
 from glm53srv.scheduler.cost import SMOOTHING, Rate, StepCosts
 from glm53srv.scheduler.integrity import check_pages, check_sequences, check_slots, require
@@ -234,7 +234,7 @@ class Scheduler:
     # -- results
 
     def apply(self, result: StepResult, now_s: float) -> list[tuple[int, TokenEvent]]:
-        """Take in the result of the plan in flight; returns (sequence id, event) for each new token.
+        """Take in the result of the plan in flight; returns (sequence id, event) for each piece of news.
 
         A token for a sequence that ended meanwhile is dropped. Raises EngineError when the result does not
         answer the plan.
@@ -252,8 +252,9 @@ class Scheduler:
                 events.append(self._add_token(sequence, token, now_s))
         if flight.chunk is not None and flight.chunk.sequence.is_live:
             events += self._advance_chunk(flight, result, now_s)
-        self._output_rate.add(len(events), now_s)
-        self._totals.output_tokens += len(events)
+        num_tokens = sum(event.token_id is not None for _, event in events)
+        self._output_rate.add(num_tokens, now_s)
+        self._totals.output_tokens += num_tokens
         return events
 
     def _learn(self, flight: InFlight, result: StepResult) -> None:
@@ -279,12 +280,20 @@ class Scheduler:
         sequence.turn = self._next_step_id + 1  # behind whom the next plan admits: they came meanwhile
         self._prefill_rate.add(chunk.num_tokens, now_s)
         self._totals.prefill_tokens += chunk.num_tokens
-        if not piece.is_last_chunk:
-            return []
-        sequence.begin_decoding()
-        return [self._add_token(sequence, result.tokens[-1], now_s)]
+        news = sequence.prompt_news(result.prompt_logprobs, now_s)
+        events = [] if news is None else [(sequence.sequence_id, TokenEvent(None, prompt=news))]
+        if piece.is_last_chunk:
+            sequence.begin_decoding()
+            events.append(self._add_token(sequence, result.tokens[-1], now_s))
+        return events
 
     def _add_token(self, sequence: Sequence, token: SampledToken, now_s: float) -> tuple[int, TokenEvent]:
+        if sequence.max_output_tokens == 0:  # the prompt was all that was wanted
+            self._end(sequence, SequenceState.FINISHED, now_s)
+            return sequence.sequence_id, TokenEvent(None, finish=FinishReason.LENGTH)
+        if token.error is not None:  # this sequence alone cannot go on
+            self._end(sequence, SequenceState.ABORTED, now_s)
+            return sequence.sequence_id, TokenEvent(None, finish=FinishReason.ERROR, error=token.error)
         finish, is_stop_token = sequence.add_token(token.token_id, now_s)
         if finish is not None:
             self._end(sequence, SequenceState.FINISHED, now_s)

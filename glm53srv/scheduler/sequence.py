@@ -25,9 +25,10 @@ nothing and prefills prompt and output again; its output continues where it stop
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 
 from glm53srv.engine.base import SequenceStart
-from glm53srv.request import FinishReason, GenerationRequest
+from glm53srv.request import FinishReason, GenerationRequest, PromptLogprobs, PromptNews, TokenLogprobs
 
 
 class SequenceState(enum.Enum):
@@ -73,11 +74,13 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self._num_told = 0  # prompt positions whose log probabilities went to the reader
         self.turn = -1
         self.submitted_s = submitted_s
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.token_gap_s: float | None = None  # between its two newest tokens
         self._page_ids: tuple[int, ...] = ()
 
     @property
@@ -124,8 +127,36 @@ class Sequence:
         """Give what the engine must know at the first slice."""
         request = self.request
         return SequenceStart(
-            request.request_id, request.sampling, self.seed, request.prompt_ids, tuple(self.output_ids)
+            request.request_id,
+            request.sampling,
+            self.seed,
+            request.prompt_ids,
+            tuple(self.output_ids),
+            self._untold_logprobs(),
         )
+
+    def _untold_logprobs(self) -> PromptLogprobs | None:
+        """Give what the reader has not been told yet of the prompt: all of it but after a preemption."""
+        wanted = self.request.prompt_logprobs
+        if wanted is None:
+            return None
+        return replace(wanted, start_position=wanted.start_position + self._num_told)
+
+    def prompt_positions(self, chunk_begin: int, chunk_end: int) -> range:
+        """Give the prompt positions that the engine must judge with the chunk [begin, end)."""
+        wanted = self._untold_logprobs()
+        if wanted is None:
+            return range(0)
+        return wanted.positions_after(chunk_begin, chunk_end, self.num_prompt_tokens)
+
+    def prompt_news(self, logprobs: tuple[TokenLogprobs, ...], now_s: float) -> PromptNews | None:
+        """Note what a chunk that is done has told of the prompt; gives the reader's news, if it asked."""
+        self._num_told += len(logprobs)
+        is_prompt = self.request.reports_prompt and not self.output_ids
+        if not logprobs and not is_prompt:
+            return None
+        elapsed_s = now_s - (self.first_scheduled_s or now_s)
+        return PromptNews(min(self.num_computed_tokens, self.num_prompt_tokens), elapsed_s, logprobs)
 
     def admit(self, slot: int, turn: int, now_s: float) -> None:
         """QUEUED to PREFILLING."""
@@ -177,6 +208,8 @@ class Sequence:
         self.output_ids.append(token_id)
         if self.first_token_s is None:
             self.first_token_s = now_s
+        if self.last_token_s is not None:
+            self.token_gap_s = now_s - self.last_token_s
         self.last_token_s = now_s
         if token_id in self._stop_ids and num_before >= self.request.sampling.min_tokens:
             return FinishReason.STOP, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from glm53srv.request import FinishReason, TokenEvent
+from glm53srv.request import FinishReason, SequenceTimes, TokenEvent
 from glm53srv.scheduler.sequence import Sequence
 
 
@@ -42,6 +42,18 @@ class TokenStream:
     @property
     def cached_tokens(self) -> int:
         return self._sequence.num_cached_tokens
+
+    @property
+    def times(self) -> SequenceTimes:
+        """When it was submitted, first ran, gave its first and its newest token."""
+        sequence = self._sequence
+        return SequenceTimes(
+            sequence.submitted_s,
+            sequence.first_scheduled_s,
+            sequence.first_token_s,
+            sequence.last_token_s,
+            sequence.num_preemptions,
+        )
 
     async def next_events(self) -> tuple[TokenEvent, ...]:
         """Wait for news and return all there is, oldest first; empty at the end. One reader at a time."""

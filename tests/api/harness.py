@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,11 +16,13 @@ from starlette.types import Message
 
 from glm53srv.api.app import create_app
 from glm53srv.api.lifecycle import Lifecycle, Loaded
+from glm53srv.api.loading import grammar_compiler
 from glm53srv.api.served import ServedModel
 from glm53srv.api.tokenizer import Tokenizer
 from glm53srv.config import ServerConfig
 from glm53srv.engine.base import StepPlan
 from glm53srv.engine.fake import FakeEngine
+from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.progress import Progress
 from glm53srv.request import SamplingParams
 from glm53srv.scheduler.scheduler import SchedulerSettings
@@ -46,6 +49,12 @@ def end_ids() -> tuple[int, ...]:
     """The end ids of the small tokenizer: <|endoftext|>, <|user|>, <|observation|>."""
     names = ("<|endoftext|>", "<|user|>", "<|observation|>")
     return tuple(small_tokenizer().control_id(name) or 0 for name in names)
+
+
+@functools.cache
+def small_grammars() -> GrammarCompiler:
+    """Constraints over the small tokenizer; safe to share, so one is enough."""
+    return grammar_compiler(small_tokenizer(), end_ids())
 
 
 @dataclass
@@ -90,8 +99,12 @@ def make_server(
     defaults: SamplingParams | None = None,
     on_failure: Callable[[Exception], None] | None = None,
     handles_signals: bool = False,
+    server_config: ServerConfig | None = None,
 ) -> Server:
-    """Build an application; it loads when its lifespan starts."""
+    """Build an application; it loads when its lifespan starts.
+
+    server_config: replaces keep_alive_s and max_body_bytes.
+    """
     tokenizer = small_tokenizer()
     scripts: dict[str, list[int]] = {}
     limits = make_limits(
@@ -102,14 +115,20 @@ def make_server(
         vocab_size=tokenizer.num_ids,
         eos_token_ids=end_ids(),
     )
-    engine = FakeEngine(limits, scripts=scripts, before_step=before_step)
+    grammars = small_grammars()
+    engine = FakeEngine(limits, scripts=scripts, before_step=before_step, grammars=grammars)
 
     def load(progress: Progress) -> Loaded:
         if before_load is not None:
             before_load(progress)
         engine.warm_up()
         model = ServedModel(
-            MODEL, CREATED, tokenizer, max_context_tokens, defaults or SamplingParams(temperature=0.0)
+            MODEL,
+            CREATED,
+            tokenizer,
+            max_context_tokens,
+            defaults or SamplingParams(temperature=0.0),
+            grammars=grammars,
         )
         return Loaded(engine, model)
 
@@ -119,7 +138,7 @@ def make_server(
         drain_timeout_s=drain_timeout_s,
         on_failure=on_failure,
     )
-    config = ServerConfig(keep_alive_s=keep_alive_s, max_body_bytes=max_body_bytes)
+    config = server_config or ServerConfig(keep_alive_s=keep_alive_s, max_body_bytes=max_body_bytes)
     return Server(create_app(lifecycle, config, handles_signals=handles_signals), lifecycle, engine, scripts)
 
 

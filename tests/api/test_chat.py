@@ -414,3 +414,58 @@ def test_unknown_template_arguments_are_logged_once(caplog: pytest.LogCaptureFix
     lines = [record.getMessage() for record in caplog.records if "enable_thnking" in record.getMessage()]
     assert len(lines) == 1
     assert "\n" not in lines[0]
+
+
+def test_timings_come_under_llama_cpps_names_whole_and_streamed() -> None:
+    whole, events = run_chat("a</think>b", stream_options={"include_usage": True})
+    names = {"cache_n", "prompt_n", "prompt_ms", "prompt_per_second"}
+    names |= {"predicted_n", "predicted_ms", "predicted_per_second"}
+    assert set(whole["timings"]) == names
+    assert whole["timings"]["prompt_n"] == whole["usage"]["prompt_tokens"]
+    assert whole["timings"]["predicted_n"] == whole["usage"]["completion_tokens"]
+    told = [event["timings"] for event in events[:-1] if "timings" in event]
+    assert told[-1] == events[-2]["timings"]
+    assert [timings["predicted_n"] for timings in told] == [4, 4]
+    assert all(value >= 0 for timings in told for value in timings.values())
+
+
+def test_progress_of_a_long_prompt_is_told_on_request() -> None:
+    messages = [{"role": "user", "content": "z" * 200}]
+    _, silent = run_chat("a</think>b", messages=messages)
+    assert not any("prompt_progress" in event for event in silent[:-1])
+    whole, events = run_chat("a</think>b", messages=messages, return_progress=True)
+    assert whole["choices"][0]["message"]["content"] == "b"
+    told = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
+    total = whole["usage"]["prompt_tokens"]
+    assert {entry["total"] for entry in told} == {total}
+    # chunks of 64 tokens; a reader that sleeps through one gets its news with the next
+    assert [entry["processed"] for entry in told] == [0, *range(64, total, 64), total]
+    assert assemble([event for event in events if event == "[DONE]" or event["choices"]])["content"] == "b"
+
+
+def test_a_cancelled_choice_ends_with_what_it_had() -> None:
+    async def main() -> None:
+        server = make_server()
+        async with serving(server) as client:
+            server.script("r", "</think>" + "the " * 200)
+            exchange = client.open_chat(stream=True)
+            await exchange.wait_for(b"the")
+            assert server.steps.cancel("other") == 0
+            assert server.steps.cancel("r") == 1
+            events = (await exchange.answer()).events()
+            assert assemble(events)["finish"] == "abort"
+            server.check_idle()
+
+    asyncio.run(main())
+
+
+def test_special_tokens_stand_in_the_text_on_request() -> None:
+    async def main() -> None:
+        server = make_server()
+        assistant = small_tokenizer().control_id("<|assistant|>") or 0
+        async with serving(server) as client:
+            server.scripts["r"] = [*ids_of("</think>a"), assistant, *ids_of("b")]
+            shown = (await client.chat(skip_special_tokens=False)).json()
+            assert shown["choices"][0]["message"]["content"] == "a<|assistant|>b"
+
+    asyncio.run(main())

@@ -215,3 +215,22 @@ def test_what_the_template_would_lose_is_kept() -> None:
     assert '<tool_response>{"t": [1, "é"]}</tool_response>' in text
     assert "<arg_value>123456789012345678901234567890</arg_value>" in text
     assert '<tools>\n{"name": "g"}\n</tools>' in text
+
+
+@pytest.mark.parametrize(
+    ("message", "end", "is_open"),
+    [
+        (ChatMessage("assistant", "Once upon "), "<think></think>Once upon ", False),
+        (ChatMessage("assistant", "Once", "I plan."), "<think>I plan.</think>Once", False),
+        (ChatMessage("assistant", "", "I plan "), "<think>I plan ", True),
+        (ChatMessage("assistant", "<think>I plan "), "<think>I plan ", True),
+        (ChatMessage("assistant", "<think>I plan.</think>Once "), "<think>I plan.</think>Once ", False),
+        (ChatMessage("assistant", ""), "<think></think>", False),
+    ],
+)
+def test_the_last_message_is_continued_where_it_ends(message: ChatMessage, end: str, is_open: bool) -> None:
+    for thinking in (True, False):
+        options = TemplateOptions(continue_final=True, enable_thinking=thinking)
+        prompt = render_chat([ChatMessage("user", "Tell."), message], options=options)
+        assert prompt.text.endswith(f"<|user|>Tell.<|assistant|>{end}")
+        assert prompt.ends_in_reasoning == is_open

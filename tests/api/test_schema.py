@@ -228,7 +228,7 @@ def test_a_bad_value_names_its_field(name: str, value: Any) -> None:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs.enable_thinking"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
     ],
 )

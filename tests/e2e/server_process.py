@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-READY = re.compile(r"ready .*url=(http://[^\s;]+)")
-LISTENING = re.compile(r"listening .*url=(http://[^\s;]+)")
+READY = re.compile(r"ready .*url=(https?://[^\s;]+)")
+LISTENING = re.compile(r"listening .*url=(https?://[^\s;]+)")
 START_TIMEOUT_S = 60.0
 
 
 class ServerProcess:
     """Starts the server and reads its lines in a thread; a context manager that ends it with SIGTERM."""
 
-    def __init__(self, model_dir: Path, *arguments: str) -> None:
+    def __init__(self, model_dir: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
         command = [
             sys.executable,
             "-m",
@@ -32,11 +33,15 @@ class ServerProcess:
             "0",
             *arguments,
         ]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("GLM53_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GLM53_")}
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.output: list[str] = []
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**inherited, **(environ or {})},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -15,7 +15,7 @@ from glm53srv.engine.base import (
     StepPlan,
     StepResult,
 )
-from glm53srv.request import SamplingParams
+from glm53srv.request import PromptLogprobs, SamplingParams, TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -31,6 +31,8 @@ class Stream:
     seed: int = 0
     output: list[int] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    judged: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -42,7 +44,13 @@ class Stream:
         self.output.append(token.token_id)
 
     def start(self) -> SequenceStart:
-        return SequenceStart(self.request_id, self.sampling, self.seed, self.prompt)
+        return SequenceStart(
+            self.request_id,
+            self.sampling,
+            self.seed,
+            self.prompt,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
     def decode_row(self) -> DecodeRow:
         position = len(self.prompt) + len(self.output) - 1
@@ -97,6 +105,7 @@ class Driver:
             is_end = piece.layer_end == self.engine.limits.num_layers
             assert result.prefill_done is is_end
             assert len(result.tokens) == len(beside) + (is_end and piece.is_last_chunk)
+            stream.judged += result.prompt_logprobs
             for other, token in zip(beside, result.tokens, strict=False):
                 other.take(token)
         stream.take(result.tokens[-1])

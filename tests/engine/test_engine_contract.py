@@ -13,7 +13,7 @@ from glm53srv.engine.fake import FakeEngine
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.vram_plan import VramOptions
-from glm53srv.request import SamplingParams
+from glm53srv.request import PromptLogprobs, SamplingParams
 from tests.engine.plans import GREEDY, Driver, Stream
 
 EngineMaker = Callable[[], Engine]
@@ -202,3 +202,56 @@ def test_pages_are_found_through_the_page_ids(driver: Driver) -> None:
         driver.release([stream])
         outputs.append(stream.output)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("start_position", [1, 2, 17, len(PROMPT) - 1, len(PROMPT), len(PROMPT) + 5])
+def test_prompt_logprobs_are_those_of_the_wanted_positions(driver: Driver, start_position: int) -> None:
+    judged = []
+    for chunk, cuts in ((64, ()), (16, (3,)), (7, ())):
+        stream = Stream(0, PROMPT, (0,), prompt_logprobs=PromptLogprobs(start_position, 2, (300,)))
+        driver.prefill(stream, chunk, cuts)
+        driver.release([stream])
+        judged.append(stream.judged)
+    assert len(judged[0]) == max(len(PROMPT) - start_position, 0)
+    for other in judged[1:]:
+        assert [entry.logprob for entry in other] == pytest.approx(
+            [entry.logprob for entry in judged[0]], abs=1e-3
+        )
+    for entry in judged[0]:
+        assert len(entry.top) == 2
+        assert entry.top[0][1] >= entry.top[1][1]
+        assert entry.top[0][1] >= entry.logprob
+        assert [token_id for token_id, _ in entry.others] == [300]
+
+
+def test_nothing_is_judged_unless_asked(driver: Driver) -> None:
+    stream = Stream(0, PROMPT, (0,))
+    driver.prefill(stream, 16)
+    assert stream.judged == []
+
+
+def test_a_prompt_token_has_the_log_probability_it_was_sampled_with(driver: Driver) -> None:
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True, num_logprobs=3)
+    written = Stream(0, PROMPT, (0,), sampling, seed=5)
+    driver.prefill(written)
+    driver.decode([written], 8)
+    wanted = PromptLogprobs(len(PROMPT), num_top=3)
+    read = Stream(1, PROMPT + tuple(written.output), (1,), prompt_logprobs=wanted)
+    driver.prefill(read, 16)
+    sampled = [token.logprobs for token in written.tokens]
+    assert len(read.judged) == len(sampled)
+    for mine, theirs in zip(read.judged, sampled, strict=True):
+        assert theirs is not None
+        # float32 sums in another order: the two ways through a block differ in the last bits
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        assert [token_id for token_id, _ in mine.top] == [token_id for token_id, _ in theirs.top]
+
+
+def test_a_prompt_judged_beside_decoding_streams_is_judged_alike(driver: Driver) -> None:
+    alone = Stream(0, PROMPT, (0,), prompt_logprobs=PromptLogprobs())
+    driver.prefill(alone, 16)
+    other = Stream(1, PROMPT[:5], (1,))
+    driver.prefill(other)
+    beside = Stream(2, PROMPT, (2,), prompt_logprobs=PromptLogprobs())
+    driver.prefill(beside, 16, (2, 5), beside=[other])
+    assert beside.judged == alone.judged

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from glm53srv.engine.base import SampledToken
 from glm53srv.engine.sampler import LOGPROB_FLOOR, SamplerBank, uniform
-from glm53srv.errors import EngineError
+from glm53srv.errors import EngineError, InvalidRequest
 from glm53srv.request import SamplingParams
 from tests.builders import make_start
 
@@ -383,3 +383,56 @@ def test_release_forgets_counts_and_ignores_unknown_slots() -> None:
     bank.release(3)
     bank.start(0, make_start(params))
     assert bank.sample([0], row)[0].token_id == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    row=st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=12),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 5e-324, 1e-300, 1.0, 100.0]),
+        top_k=st.sampled_from([0, 1, 2]),
+        top_p=st.sampled_from([5e-324, 0.5, 1.0]),
+        min_p=st.sampled_from([0.0, 5e-324, 1.0]),
+        presence_penalty=st.sampled_from([-2.0, 0.0, 2.0]),
+        frequency_penalty=st.sampled_from([-2.0, 0.0, 2.0]),
+        repetition_penalty=st.sampled_from([0.01, 1.0, 100.0]),
+        logit_bias=st.sampled_from([(), ((0, -100.0), (1, 100.0))]),
+        num_logprobs=st.just(2),
+    ),
+    seen=st.lists(st.integers(0, 1), max_size=6),
+)
+def test_no_request_can_make_good_logits_look_broken(
+    row: list[float], params: SamplingParams, seen: list[int]
+) -> None:
+    """An error here ends the engine and with it everybody's streams, so a request must not be able to."""
+    token = sample_one(row, params, prompt_ids=seen, output_ids=seen, eos_token_ids=[1])
+    assert 0 <= token.token_id < len(row)
+    assert token.logprobs is not None
+    assert all(math.isfinite(value) for _, value in token.logprobs.top)
+
+
+def test_a_penalty_that_would_make_logits_infinite_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"repetition_penalty must be between 0\.01 and 100"):
+        SamplingParams(repetition_penalty=5e-324)
+
+
+@pytest.mark.parametrize("num_ids", [1024, 2047, 2048, 20_000])
+@pytest.mark.parametrize("top_k", [1, 2, 20, 256, 257, 1000])
+def test_top_logprobs_of_many_ids_are_the_first_of_the_ranking(num_ids: int, top_k: int) -> None:
+    generator = np.random.default_rng(num_ids + top_k)
+    for row in (
+        generator.standard_normal(num_ids, dtype=np.float32),
+        generator.integers(0, 3, num_ids).astype(np.float32),  # nearly all are tied
+        np.sort(generator.standard_normal(num_ids, dtype=np.float32)),  # the largest lie in few groups
+    ):
+        bias = tuple((token_id, -100.0) for token_id in range(0, num_ids, num_ids // 3))
+        params = SamplingParams(temperature=0.0, logit_bias=bias, num_logprobs=min(top_k, 20))
+        shown = sample_one(row, params).logprobs
+        assert shown is not None
+        biased = row.copy()
+        biased[[token_id for token_id, _ in bias]] -= 100.0
+        ranking = np.lexsort((np.arange(num_ids), -biased))
+        assert [token_id for token_id, _ in shown.top] == ranking[: min(top_k, 20)].tolist()
+        drawn = sample_one(row, replace(params, temperature=5.0, top_k=top_k, num_logprobs=None), seed=top_k)
+        assert drawn.token_id in ranking[:top_k]

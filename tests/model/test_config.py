@@ -149,7 +149,7 @@ def test_what_cannot_be_served_is_one_line_with_file_and_key(
     with pytest.raises(CheckpointError) as caught:
         load_model_config(config_dir)
     text = str(caught.value)
-    assert text.startswith("config.json: ")
+    assert text.startswith(f"{config_dir}/config.json: ")
     assert message in text
     assert "\n" not in text
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from glm53srv.engine.base import EngineLimits, PrefillSlice, StepPlan, StepResult
 from glm53srv.engine.fake import FakeCosts, FakeEngine
-from glm53srv.request import FinishReason, GenerationRequest, TokenEvent
+from glm53srv.request import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 from glm53srv.scheduler.scheduler import Scheduler, SchedulerSettings
 from glm53srv.scheduler.sequence import Sequence
 from glm53srv.scheduler.stats import SchedulerStats
@@ -25,6 +25,10 @@ class Record:
     @property
     def token_ids(self) -> list[int]:
         return [event.token_id for event in self.events if event.token_id is not None]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        return [entry for event in self.events if event.prompt is not None for entry in event.prompt.logprobs]
 
     @property
     def finish(self) -> FinishReason | None:
@@ -127,11 +131,16 @@ class Bench:
         return [plan.prefill for plan in self.plans if plan.prefill is not None]
 
 
-def tokens_alone(request: GenerationRequest, limits: EngineLimits) -> list[int]:
+def run_alone(request: GenerationRequest, limits: EngineLimits) -> Record:
     """Generate a request with a seed on an engine of its own: the oracle for every run in company."""
     assert request.sampling.seed is not None
     bench = Bench(limits)
     record = bench.submit(request)
     bench.run_to_end()
     assert record.sequence.num_preemptions == 0
-    return record.token_ids
+    return record
+
+
+def tokens_alone(request: GenerationRequest, limits: EngineLimits) -> list[int]:
+    """Give the tokens of a run alone."""
+    return run_alone(request, limits).token_ids

@@ -9,16 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from glm53srv.engine.base import EngineLimits
 from glm53srv.engine.fake import FakeCosts
 from glm53srv.errors import QueueFull
-from glm53srv.request import FinishReason, GenerationRequest, SamplingParams
+from glm53srv.request import FinishReason, GenerationRequest, PromptLogprobs, SamplingParams
 from glm53srv.scheduler.scheduler import SchedulerSettings
 from tests.builders import make_limits, make_request
-from tests.scheduler.harness import Bench, Record, tokens_alone
+from tests.scheduler.harness import Bench, Record, run_alone
 
 NUM_ACTIONS = 1500
 
@@ -49,7 +50,7 @@ def random_request(rng: random.Random, limits: EngineLimits, index: int) -> Gene
         ignore_eos=rng.random() < 0.6,
         presence_penalty=rng.choice([0.0, 0.0, 1.0]),
     )
-    return make_request(
+    request = make_request(
         f"r{index}",
         prompt_ids=[
             rng.randrange(12) for _ in range(rng.randint(1, rng.choice([longest, -(-longest // 4)])))
@@ -57,6 +58,10 @@ def random_request(rng: random.Random, limits: EngineLimits, index: int) -> Gene
         max_tokens=rng.choice([None, 1, rng.randint(1, 60)]),
         sampling=sampling,
     )
+    if rng.random() < 0.3:
+        wanted = PromptLogprobs(rng.randint(1, 6), num_top=1)
+        request = replace(request, prompt_logprobs=wanted, max_tokens=rng.choice([0, request.max_tokens]))
+    return request
 
 
 class Walk:
@@ -111,7 +116,12 @@ def test_random_walk(seed: int) -> None:
     records = walk.bench.records
     assert len(records) > 20
     for sequence_id, record in records.items():
-        expected = tokens_alone(record.sequence.request, walk.limits)
+        alone = run_alone(record.sequence.request, walk.limits)
+        expected = alone.token_ids
+        told = record.prompt_logprobs
+        assert told == alone.prompt_logprobs[: len(told)]
+        if record.finish is not None or record.token_ids:
+            assert len(told) == len(alone.prompt_logprobs)
         if sequence_id in walk.ended_outside:
             assert record.token_ids == expected[: len(record.token_ids)]
             assert record.finish is None

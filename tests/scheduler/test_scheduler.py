@@ -9,11 +9,11 @@ import pytest
 from glm53srv.engine.base import PrefillSlice, StepPlan
 from glm53srv.engine.fake import FakeCosts
 from glm53srv.errors import ContextLengthExceeded, EngineError, InvalidRequest, QueueFull
-from glm53srv.request import FinishReason, SamplingParams
+from glm53srv.request import FinishReason, PromptLogprobs, SamplingParams, TokenEvent
 from glm53srv.scheduler.scheduler import SchedulerSettings
 from glm53srv.scheduler.sequence import SequenceState
 from tests.builders import EOS_ID, make_limits, make_request
-from tests.scheduler.harness import Bench, Record, tokens_alone
+from tests.scheduler.harness import Bench, Record, run_alone, tokens_alone
 
 ENDLESS = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 
@@ -464,3 +464,74 @@ def test_stats_count_what_happened() -> None:
     assert stats.total_prefill_tokens == 12
     assert stats.total_output_tokens == sum(len(record.token_ids) for record in bench.records.values())
     assert stats.total_steps == len(bench.plans)
+
+
+def test_a_prompt_alone_ends_without_a_token() -> None:
+    bench = Bench()
+    request = replace(make_request(num_prompt=20, max_tokens=0), prompt_logprobs=PromptLogprobs())
+    record = bench.submit(request)
+    bench.run_to_end()
+    assert record.token_ids == []
+    assert record.finish is FinishReason.LENGTH
+    assert len(record.prompt_logprobs) == 19
+    assert bench.stats.total_output_tokens == 0
+
+
+def test_progress_of_the_prompt_is_told_chunk_by_chunk_to_who_asks() -> None:
+    bench = Bench()
+    asked = bench.submit(replace(make_request("a", num_prompt=20, max_tokens=1), reports_prompt=True))
+    silent = bench.submit(make_request("b", num_prompt=20, max_tokens=1))
+    bench.run_to_end()
+    assert [event.prompt.num_computed for event in asked.events if event.prompt] == [8, 16, 20]
+    assert all(event.prompt is None for event in silent.events)
+
+
+def test_an_answer_without_the_prompt_logprobs_it_owes_is_an_engine_error() -> None:
+    bench = Bench()
+    bench.submit(replace(make_request(num_prompt=4), prompt_logprobs=PromptLogprobs()))
+    plan = bench.scheduler.plan_step(bench.now_s)
+    assert plan is not None
+    layers = bench.limits.num_layers
+    while plan.prefill is not None and plan.prefill.layer_end < layers:
+        bench.scheduler.apply(bench.engine.step(plan), bench.now_s)
+        plan = bench.scheduler.plan_step(bench.now_s)
+        assert plan is not None
+    result = bench.engine.step(plan)
+    with pytest.raises(EngineError, match="log probabilities"):
+        bench.scheduler.apply(replace(result, prompt_logprobs=result.prompt_logprobs[1:]), bench.now_s)
+
+
+def test_a_preempted_prompt_is_told_each_position_once() -> None:
+    limits = make_limits(max_streams=2, num_pages=8)
+    bench = Bench(limits, costs=FakeCosts(layer_token_s=1.0))  # one layer of a chunk per step
+    elder = bench.submit(make_request("elder", num_prompt=1, sampling=ENDLESS, max_tokens=12))
+    request = replace(make_request("younger", num_prompt=24, max_tokens=2), prompt_logprobs=PromptLogprobs(2))
+    younger = bench.submit(request)
+    while younger.sequence.num_preemptions == 0:
+        bench.step()
+    num_told_before = len(younger.prompt_logprobs)
+    bench.run_to_end()
+    assert 0 < num_told_before < 22
+    assert younger.prompt_logprobs == run_alone(request, limits).prompt_logprobs
+    assert len(younger.prompt_logprobs) == 22
+    assert elder.finish is FinishReason.LENGTH
+
+
+def test_a_sequence_that_cannot_go_on_ends_with_an_error_and_its_neighbour_runs() -> None:
+    bench = Bench()
+    failing, other = start_decoding(bench, 2)
+    plan = bench.scheduler.plan_step(bench.now_s)
+    assert plan is not None
+    result = bench.engine.step(plan)
+    bad = slot_of(failing)
+    tokens = tuple(
+        replace(token, error="dead end") if token.slot == bad else token for token in result.tokens
+    )
+    events = dict(bench.scheduler.apply(replace(result, tokens=tokens), bench.now_s))
+    assert events[failing.sequence.sequence_id] == TokenEvent(
+        None, finish=FinishReason.ERROR, error="dead end"
+    )
+    assert events[other.sequence.sequence_id].token_id is not None
+    assert not failing.sequence.is_live
+    bench.scheduler.check_integrity()
+    bench.run_to_end()

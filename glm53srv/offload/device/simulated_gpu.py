@@ -42,6 +42,9 @@ from glm53srv.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+FILL_BEGIN, FILL_SHARE = 0.1, 0.049
+"""The arena's part of the decoder's progress: between its checks, at 0.1, and its layers, from 0.15 on."""
+
 MAX_SETTLING_ADVANCES = 4
 """Advances after which called slots must be lent when no step runs: unmap, end of draining, and two spare."""
 
@@ -257,7 +260,10 @@ class OffloadOpener:
         require_memory(layout.record_bytes * (geometry.num_keys + plan.num_slots), machine)
         progress = self._progress
         arena = ExpertArena.load(
-            checkpoint, config, machine, progress=lambda part, stage: progress(0.1 + 0.05 * part, stage)
+            checkpoint,
+            config,
+            machine,
+            progress=lambda part, stage: progress(FILL_BEGIN + FILL_SHARE * part, stage),
         )
         self.offload = SimulatedOffload(self._context, config, arena, self._max_rows, self._options)
         return self.offload.layer

@@ -1,0 +1,1 @@
+"""Clients that other people wrote, against the real HTTP server over a scripted engine."""
