@@ -43,8 +43,9 @@ enum {
     GLM53_NO_MEMORY = 5,
     GLM53_NO_THREAD = 6, /* a worker thread could not be started */
     GLM53_NO_ISA = 7,    /* this CPU or this build lacks the instruction set */
-    GLM53_BUSY = 8,      /* the pool is running another job, or the mailbox is full */
-    GLM53_STALLED = 9    /* the crew did not answer within its deadline; it must be destroyed */
+    GLM53_BUSY = 8,      /* the pool is running another job */
+    GLM53_STALLED = 9,   /* the crew did not answer within its deadline; it must be destroyed */
+    GLM53_FULL = 10      /* the mailbox has no free cell */
 };
 
 enum { GLM53_ISA_AUTO = 0, GLM53_ISA_SCALAR = 1, GLM53_ISA_AVX2 = 2, GLM53_ISA_AVX512 = 3 };
@@ -376,7 +377,7 @@ int32_t glm53_crew_destroy(glm53_crew *crew);
 /* Wake a parked lead: before a step whose jobs a GPU posts. */
 void glm53_crew_ring(glm53_crew *crew);
 
-/* Copy a job into its cell, post it and ring. *seq is its number. GLM53_BUSY if its cell is still in use. */
+/* Copy a job into its cell, post it and ring. *seq is its number. GLM53_FULL if its cell is still in use. */
 int32_t glm53_crew_post(glm53_crew *crew, const glm53_mail *mail, uint32_t *seq);
 
 /* Wait for `done` of a posted job; gives its status. GLM53_STALLED when the crew failed, or did not answer

@@ -397,7 +397,7 @@ int32_t glm53_crew_post(glm53_crew *crew, const glm53_mail *mail, uint32_t *seq)
     if (mail->num_picks < 1 || mail->num_picks > crew->shape.max_picks) return GLM53_BAD_ARGUMENT;
     uint32_t next = crew->next_post;
     uint8_t *cell = cell_of(crew, next);
-    if (glm53_mail_load(cell, GLM53_MAIL_DONE) != next - (uint32_t)crew->shape.num_cells) return GLM53_BUSY;
+    if (glm53_mail_load(cell, GLM53_MAIL_DONE) != next - (uint32_t)crew->shape.num_cells) return GLM53_FULL;
     int32_t kind = GLM53_X_F32;
     size_t picks = (size_t)mail->rows * (size_t)mail->num_picks;
     memcpy(cell + GLM53_MAIL_LAYER, &mail->layer, sizeof mail->layer);

@@ -168,7 +168,7 @@ static void test_full_mailbox_refuses(void) {
     for (uint32_t i = 1; i < CELLS; i++) CHECK(glm53_crew_post(crew, &mail, &seq) == GLM53_OK);
     CHECK(glm53_crew_wait(crew, seq, LONG_MS) == GLM53_OK);
     glm53_mail_store(cell_of(&o, foreign), GLM53_MAIL_DONE, foreign - 2 * CELLS);
-    CHECK(glm53_crew_post(crew, &mail, &seq) == GLM53_BUSY);
+    CHECK(glm53_crew_post(crew, &mail, &seq) == GLM53_FULL);
     CHECK(glm53_crew_destroy(crew) == GLM53_OK);
     close_office(&o);
 }

@@ -138,7 +138,7 @@ class Crew:
         mail.layer, mail.rows, mail.num_picks = layer, len(rows), chosen.shape[1]
         seq = ffi.new("uint32_t *")
         status = lib.glm53_crew_post(self._open(), mail, seq)
-        if status == lib.GLM53_BUSY:
+        if status == lib.GLM53_FULL:
             raise EngineError(f"the mailbox is full: {shape.num_cells} jobs wait for the CPU workers")
         self._require(status, "a job")
         return int(seq[0])
