@@ -5,13 +5,16 @@
     experts     jobs of 1 to 8 experts, cold from DRAM, and the fixed and per-expert cost fitted to them
 
 Posting and waiting happen in Python here, so the hand-over contains two calls through cffi; a GPU has its own
-costs instead. Times are medians, with the fastest beside them.
+costs instead. This thread keeps to the first core, the crew's lead to the second, its other workers to the
+rest and then the first: two threads that spin on one core would measure the scheduler. Times are medians,
+with the fastest beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm53srv.kernels import Precision
+from glm53srv.machine import read_machine
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.cost import fit_cpu_cost
 from glm53srv.offload.device.arena import ArenaOptions, ExpertArena
@@ -53,11 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15, help="jobs of each number of experts")
     arguments = parser.parse_args(argv)
     arena = random_arena()
+    cores = read_machine().core_cpus
+    os.sched_setaffinity(0, cores[:1])
     print(f"pages: {arena.region.pages.name.lower()} {arena.region.refusal}".strip())
     for num_threads in arguments.threads:
         mailbox = Mailbox(MailboxShape(ROWS, TOP_K, HIDDEN))
         options = CrewOptions(
             num_threads,
+            cpus=(*cores[1:], cores[0]),
             precision=Precision[arguments.precision],
             limit=10.0,
             poll_us=POLL_US,

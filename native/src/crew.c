@@ -81,12 +81,13 @@ static void bed_destroy(bed *b) {
 
 /* Whoever changes what a sleeper waits for calls this afterwards. No wake-up is lost: the sleeper counts
  * itself before it looks, the other one changes before it looks at the count, and all four accesses are
- * sequentially consistent. */
-static void bed_wake(bed *b) {
-    if (atomic_load(&b->num_sleepers) == 0) return;
+ * sequentially consistent. True if there was a sleeper. */
+static bool bed_wake(bed *b) {
+    if (atomic_load(&b->num_sleepers) == 0) return false;
     pthread_mutex_lock(&b->mutex);
     pthread_cond_broadcast(&b->changed);
     pthread_mutex_unlock(&b->mutex);
+    return true;
 }
 
 static void bed_sleep_until(bed *b, int64_t end_ns) {
@@ -226,7 +227,9 @@ static bool serve(glm53_crew *crew, uint32_t seq) {
     memcpy(cell + GLM53_MAIL_NUM_EXPERTS, &count.experts, sizeof count.experts);
     memcpy(cell + GLM53_MAIL_ELAPSED_NS, &stored_ns, sizeof stored_ns);
     glm53_mail_store(cell, GLM53_MAIL_DONE, seq);
-    bed_wake(&crew->done_bed);
+    /* A kernel may have put the sleeper on this very CPU, where a polling lead would keep it waiting for the
+     * whole of poll_us: seen with unpinned threads on two busy cores. */
+    if (bed_wake(&crew->done_bed)) sched_yield();
     return true;
 }
 
