@@ -8,6 +8,7 @@ well.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -80,6 +81,11 @@ async def _announce(lifecycle: Lifecycle, url: str) -> None:
     running = lifecycle.state.running
     if running is None:
         return
+    # What loading made lives as long as the process: out of the collector's sight, a full collection no
+    # longer walks it with the interpreter lock held (17 ms for the small model's 41,000 objects, measured on
+    # a 2-core EPYC VM, 29 November 2026), which every open stream and /health would feel.
+    gc.collect()
+    gc.freeze()
     model = running.model
     if model.is_random:
         logger.warning("the weights of %s are random: it speaks nonsense, by design", model.name)
