@@ -3,13 +3,21 @@ PYTHON ?= python3
 MODEL ?= .models/random
 BIN := .venv/bin
 
-.PHONY: serve test lint types native-test pytest bench bench-short format clean
+# torch's CPU build is not there for every Python.
+TRITON_PYTHON ?= $(PYTHON)
+
+.PHONY: serve test test-triton lint types native-test pytest bench bench-short format clean
 
 serve: .venv/.serve $(MODEL)/config.json
 	$(BIN)/python -m cffi_build
 	$(BIN)/glm53srv serve --model $(MODEL) $(ARGS)
 
 test: lint types native-test pytest
+
+# The GPU's kernels under Triton's interpreter; needs torch, in an environment of its own, and no GPU.
+test-triton: .venv-triton/.done
+	.venv-triton/bin/python -m cffi_build
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/offload_device/gpu $(ARGS)
 
 lint: .venv/.test
 	$(BIN)/ruff format --check .
@@ -49,5 +57,9 @@ bench-short: .venv/.serve $(MODEL)/config.json
 	$(PYTHON) scripts/bootstrap.py --dev
 	touch $@ .venv/.serve
 
+.venv-triton/.done: requirements/triton.txt scripts/bootstrap.py
+	$(TRITON_PYTHON) scripts/bootstrap.py --triton
+	touch $@
+
 clean:
-	rm -rf .venv .models build .mypy_cache .ruff_cache .pytest_cache glm53srv/_kernels*
+	rm -rf .venv .venv-triton .models build .mypy_cache .ruff_cache .pytest_cache glm53srv/_kernels*

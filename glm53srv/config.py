@@ -33,6 +33,26 @@ _BY_ENV = {option.env: option for option in OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Where routed experts live and who computes them. Times in ms, sizes in GiB; None: decided at start.
+
+    kind: "off" or "simulate". ct_swz is not None when GLM53_CT_SWZ was given, which changes nothing.
+    """
+
+    kind: str = "off"
+    ct_cpus: str = "auto"
+    ct_threads: int | None = None
+    ct_a_ms: float | None = None
+    ct_b_ms: float | None = None
+    ct_tzc_ms: float | None = None
+    ct_swz: str | None = None
+    max_slots: int | None = None
+    stage_gib: float = 2.6
+    elastic_gib: float = 10.0
+    reserve_gib: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the engine factory needs. Sizes in tokens; None where the engine chooses its own default."""
 
@@ -45,6 +65,7 @@ class EngineConfig:
     threads: int = 1
     isa: str = "auto"
     precision: str = "exact32"
+    offload: OffloadConfig = OffloadConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +170,7 @@ def resolve(settings: Settings, num_cores: int) -> Config:
             threads=threads if threads is not None else default_threads(num_cores),
             isa=values["isa"],
             precision=values["precision"],
+            offload=_offload_config(values),
         ),
         scheduler=SchedulerConfig(
             max_queue=values["max_queue"], target_gap_s=values["target_gap_ms"] / 1000.0
@@ -156,6 +178,22 @@ def resolve(settings: Settings, num_cores: int) -> Config:
         server=_server_config(values),
         values={name: HIDDEN if _BY_NAME[name].is_secret else values[name] for name in settings.sources},
         sources=settings.sources,
+    )
+
+
+def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
+    return OffloadConfig(
+        kind=values["offload"],
+        ct_cpus=values["ct_cpus"],
+        ct_threads=values["ct_threads"],
+        ct_a_ms=values["ct_a"],
+        ct_b_ms=values["ct_b"],
+        ct_tzc_ms=values["ct_tzc"],
+        ct_swz=values["ct_swz"],
+        max_slots=values["ec_max_slots"],
+        stage_gib=values["ec_stage_gb"],
+        elastic_gib=values["ec_elastic_gb"],
+        reserve_gib=values["ec_reserve_gb"],
     )
 
 

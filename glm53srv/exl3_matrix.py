@@ -114,6 +114,21 @@ class ExpertTable:
     def __len__(self) -> int:
         return len(self._experts)
 
+    def moved(self, records: NDArray[np.uintp], offsets: tuple[int, int, int]) -> ExpertTable:
+        """Give a table whose first experts have their packed tiles elsewhere: a pointer table.
+
+        records: addresses, uintp (count,), count <= len(self); the tiles of gate, up and down of expert i lie
+        at records[i] plus the offsets. Scales stay, and so do the experts after the first count. The caller
+        keeps that memory alive and filled.
+        """
+        table = object.__new__(ExpertTable)
+        table.hidden, table.intermediate, table._experts = self.hidden, self.intermediate, self._experts
+        table.descriptor = self.descriptor.copy()
+        trellis = table.descriptor["trellis"].reshape(-1, 3)
+        trellis[: len(records)] = records[:, None] + np.array(offsets, np.uintp)
+        table.descriptor.flags.writeable = False
+        return table
+
     @property
     def num_bytes(self) -> int:
         return sum(matrix.num_bytes for expert in self._experts for matrix in expert)

@@ -18,7 +18,8 @@ class MachineFacts:
     available_bytes: what the kernel thinks can be used without swapping (MemAvailable). limit_bytes: the
     control group's memory limit, None without one. num_cores: cores this process may run on.
     num_physical_cores: distinct (package, core) pairs among them. cpu_flags: the kernel's names, such as
-    avx2, fma, f16c.
+    avx2, fma, f16c. cpus: logical CPUs this process may run on, ascending; core_cpus: the first of each
+    physical core.
     """
 
     architecture: str
@@ -30,6 +31,8 @@ class MachineFacts:
     available_bytes: int
     limit_bytes: int | None
     nvidia_devices: tuple[str, ...]
+    cpus: tuple[int, ...] = ()
+    core_cpus: tuple[int, ...] = ()
 
     @property
     def usable_bytes(self) -> int:
@@ -46,20 +49,25 @@ def read_machine(root: Path = Path("/"), cores: frozenset[int] | None = None) ->
     """
     cpus = _parse_cpuinfo(_read(root / "proc/cpuinfo"))
     allowed = cores if cores is not None else _allowed_cores()
-    mine = [cpu for cpu in cpus if int(cpu.get("processor", "-1")) in allowed] or cpus
+    mine = [cpu for cpu in cpus if int(cpu["processor"]) in allowed] or cpus
     first = mine[0] if mine else {}
-    pairs = {(cpu.get("physical id", "0"), cpu.get("core id", cpu.get("processor", "0"))) for cpu in mine}
+    first_cpus: dict[tuple[str, str], int] = {}
+    for cpu in sorted(mine, key=lambda cpu: int(cpu["processor"])):
+        pair = (cpu.get("physical id", "0"), cpu.get("core id", cpu["processor"]))
+        first_cpus.setdefault(pair, int(cpu["processor"]))
     memory = _parse_meminfo(_read(root / "proc/meminfo"))
     return MachineFacts(
         architecture=platform.machine(),
         cpu_model=first.get("model name", platform.machine()),
         cpu_flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
         num_cores=len(mine) or len(allowed),
-        num_physical_cores=len(pairs) or len(allowed),
+        num_physical_cores=len(first_cpus) or len(allowed),
         total_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", memory.get("MemFree", 0)),
         limit_bytes=_cgroup_limit(root),
         nvidia_devices=_nvidia_devices(root),
+        cpus=tuple(sorted(int(cpu["processor"]) for cpu in mine)) or tuple(sorted(allowed)),
+        core_cpus=tuple(sorted(first_cpus.values())) or tuple(sorted(allowed)),
     )
 
 
@@ -81,7 +89,7 @@ def _parse_cpuinfo(text: str) -> list[dict[str, str]]:
     for block in text.strip().split("\n\n"):
         pairs = (line.partition(":") for line in block.splitlines())
         entry = {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
-        if "processor" in entry:
+        if entry.get("processor", "").isdecimal():
             blocks.append(entry)
     return blocks
 

@@ -9,37 +9,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from glm53srv.errors import ConfigError
-
-Kind = Literal["str", "path", "int", "float", "choice"]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One setting. `name` is the key in the file and the attribute in Settings; flags and env are its other
-    names.
-
-    minimum, maximum: bounds of a number, or None. unit and help go into --help and the documentation.
-    is_secret: the value is never shown.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    env: str
-    kind: Kind
-    default: object
-    help: str
-    group: str
-    unit: str = ""
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    is_secret: bool = False
-
+from glm53srv.option import Option
+from glm53srv.options_offload import OFFLOAD_OPTIONS
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -133,6 +108,7 @@ OPTIONS: tuple[Option, ...] = (
         "CPU kernels",
         choices=("exact32", "fast16"),
     ),
+    *OFFLOAD_OPTIONS,
     Option(
         "max_queue",
         ("--max-queue",),

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -31,6 +32,7 @@ from glm53srv.engine.base import (
     StepResult,
     StepStats,
 )
+from glm53srv.engine.expert_steps import ExpertsInPlace, ExpertSteps
 from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
@@ -41,7 +43,11 @@ from glm53srv.model.loading import load_decoder
 from glm53srv.model.ops import F32
 from glm53srv.model.state import PAGE_TOKENS, PagedCache, SequenceState, view_of
 from glm53srv.model.vocabulary import count_token_ids
+from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from glm53srv.offload.device.simulated_gpu import OffloadOpener
 
 Progress = Callable[[float, str], None]
 
@@ -56,7 +62,8 @@ class EngineOptions:
     """How a CPU engine is built.
 
     cache_tokens: room of the paged cache over all sequences, rounded up to whole pages; its memory is taken
-    as it is used. num_threads: of the native pool. cpus: logical CPUs to pin them to, or None.
+    as it is used. num_threads: of the native pool. cpus: logical CPUs to pin them to, or None. offload: run
+    the routed experts through a simulated GPU's cache and the CPU workers; None computes them in place.
     """
 
     max_streams: int = 4
@@ -66,6 +73,7 @@ class EngineOptions:
     isa: Isa = Isa.AUTO
     precision: Precision = Precision.EXACT32
     cpus: tuple[int, ...] | None = None
+    offload: OffloadOptions | None = None
 
     @property
     def num_pages(self) -> int:
@@ -83,10 +91,16 @@ class CpuEngine:
     """
 
     def __init__(
-        self, decoder: Decoder, pool: KernelPool, sampler: SamplerBank, options: EngineOptions
+        self,
+        decoder: Decoder,
+        pool: KernelPool,
+        sampler: SamplerBank,
+        options: EngineOptions,
+        experts: ExpertSteps | None = None,
     ) -> None:
         config = decoder.config
         self._decoder = decoder
+        self._experts = experts or ExpertsInPlace()
         self._pool = pool
         self._sampler = sampler
         self._limits = EngineLimits(
@@ -119,15 +133,19 @@ class CpuEngine:
         CheckpointError or MachineError.
         """
         pool = KernelPool(options.num_threads, options.isa, options.cpus)
+        context = KernelContext(pool, options.precision)
+        opener = _opener(context, options, progress)
         try:
-            decoder = load_decoder(model_dir, KernelContext(pool, options.precision), progress)
+            decoder = load_decoder(model_dir, context, progress, opener)
             config = decoder.config
             num_valid_ids = count_token_ids(model_dir, config.vocab_size)
         except BaseException:
+            if opener is not None:
+                opener.close()
             pool.close()
             raise
         sampler = SamplerBank(config.vocab_size, config.eos_token_ids, num_valid_ids, grammars)
-        return cls(decoder, pool, sampler, options)
+        return cls(decoder, pool, sampler, options, None if opener is None else opener.offload)
 
     @property
     def limits(self) -> EngineLimits:
@@ -159,6 +177,7 @@ class CpuEngine:
         self._is_usable = False
         self._slots.clear()
         self._free_states.clear()
+        self._experts.close()
         self._pool.close()
         self._blas_limit.restore_original_limits()
 
@@ -210,6 +229,8 @@ class CpuEngine:
         self._sampler.release(slot_id)
         if slot is not None:
             self._free_states.append(slot.state)
+            if not slot.is_prefilled and not any(other.chunk for other in self._slots.values()):
+                self._experts.end_chunk(is_more_waiting=False)
 
     def _prefill(self, piece: PrefillSlice) -> F32 | None:
         """Run the slice. Gives the chunk's streams (tokens, 4, hidden) once they left the last layer."""
@@ -218,11 +239,14 @@ class CpuEngine:
         self._check_slice(piece, slot, end)
         streams = self._decoder.embed(piece.token_ids) if slot.streams is None else slot.streams
         sequence = view_of(slot.state, piece.page_ids, piece.start_position)
+        if piece.layer_begin == 0:
+            self._experts.begin_chunk(len(piece.token_ids))
         for layer in range(piece.layer_begin, piece.layer_end):
             streams = self._decoder.prefill_block(layer, streams, sequence, self._cache)
         if piece.layer_end < self._limits.num_layers:
             slot.streams, slot.chunk, slot.next_layer = streams, piece.token_ids, piece.layer_end
             return None
+        self._experts.end_chunk(is_more_waiting=not piece.is_last_chunk)
         slot.streams, slot.chunk, slot.next_layer = None, (), 0
         slot.num_computed = end
         slot.is_prefilled = piece.is_last_chunk
@@ -297,8 +321,10 @@ class CpuEngine:
             group = rows[first : first + BATCH_INVARIANT_ROWS]
             views = [view_of(self._slots[row.slot].state, row.page_ids, row.position) for row in group]
             streams = self._decoder.embed([row.token_id for row in group])
+            self._experts.begin_decode(len(group))
             for layer in range(self._limits.num_layers):
                 streams = self._decoder.decode_block(layer, streams, views, self._cache)
+            self._experts.end_decode()
             pieces.append(streams)
         for row in rows:
             self._slots[row.slot].num_computed += 1
@@ -330,6 +356,16 @@ class CpuEngine:
     def _require(condition: bool, text: str) -> None:
         if not condition:
             raise EngineError(f"the plan breaks the engine contract: {text}")
+
+
+def _opener(
+    context: KernelContext, options: EngineOptions, progress: Progress | None
+) -> OffloadOpener | None:
+    if options.offload is None:
+        return None
+    from glm53srv.offload.device.simulated_gpu import OffloadOpener
+
+    return OffloadOpener(context, options.max_streams, options.offload, progress)
 
 
 @dataclass(slots=True)

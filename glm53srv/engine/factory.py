@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from glm53srv.progress import Progress
 
 if TYPE_CHECKING:  # numpy and llguidance: not before the port is open
     from glm53srv.engine.grammar import GrammarCompiler
+    from glm53srv.offload.device.options import OffloadOptions
+
+logger = logging.getLogger(__name__)
 
 CPU_CHUNK_TOKENS = 512
 """Prefill chunk of the CPU engine: long enough to share the decoding of tiles, short enough for caches."""
@@ -57,6 +61,7 @@ def load_engine(
         num_threads=config.threads,
         isa=Isa[config.isa.upper()],
         precision=Precision[config.precision.upper()],
+        offload=_offload_options(config, machine),
     )
     engine = CpuEngine.load(
         config.model_dir, options, lambda part, stage: progress(part * 0.9, stage), grammars
@@ -69,3 +74,27 @@ def load_engine(
         raise
     progress(1.0, "ready")
     return engine
+
+
+def _offload_options(config: EngineConfig, machine: MachineFacts) -> OffloadOptions | None:
+    """Give how the offload is built, or None without one. Raises ConfigError for CPUs that are not ours."""
+    given = config.offload
+    if given.ct_swz is not None:
+        logger.info("GLM53_CT_SWZ=%s is ignored: the experts have one copy in one layout", given.ct_swz)
+    if given.kind == "off":
+        return None
+    from glm53srv.offload.cost import CostOverrides
+    from glm53srv.offload.device.cpus import choose_cpus, choose_threads
+    from glm53srv.offload.device.options import OffloadOptions
+    from glm53srv.offload.vram_plan import VramOptions
+
+    cpus = choose_cpus(given.ct_cpus, machine)
+    options = OffloadOptions(
+        crew_threads=choose_threads(given.ct_threads, cpus),
+        crew_cpus=cpus,
+        mode="exact" if config.mode == "exact" else "fast",
+        costs=CostOverrides(given.ct_a_ms, given.ct_b_ms, given.ct_tzc_ms),
+        vram=VramOptions(given.reserve_gib, given.stage_gib, given.elastic_gib, given.max_slots),
+    )
+    logger.info("offload kind=%s cpus=%s threads=%d", given.kind, cpus, options.crew_threads)
+    return options

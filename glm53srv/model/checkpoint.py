@@ -138,6 +138,10 @@ class Checkpoint:
         """Give dtype, shape and place of a tensor."""
         return self._file(name).tensors[name]
 
+    def path(self, name: str) -> Path:
+        """Give the file that holds a tensor."""
+        return self._file(name).path
+
     def raw(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> NDArray[Any]:
         """Give a read-only view of a tensor of exactly this shape and one of these dtypes."""
         self._check(TensorNeed(name, shape, tuple(dtypes)))

@@ -15,7 +15,7 @@ from glm53srv.model.indexer import KEY_NORM_EPS, Indexer, IndexerWeights
 from glm53srv.model.kda import KdaAttention, KdaWeights
 from glm53srv.model.linear import FloatLinear, GatedMlps, KernelContext, Linear, load_linear, load_mlps
 from glm53srv.model.mla import MlaAttention, MlaWeights
-from glm53srv.model.mlp import DenseMlp, Mlp, Router, SparseMlp
+from glm53srv.model.mlp import DenseMlp, Experts, Mlp, Router, SparseMlp
 from glm53srv.model.norm import LayerNorm, RmsNorm
 from glm53srv.model.ops import F32
 from glm53srv.model.tensor_needs import EMBEDDING, FINAL_NORM, LM_HEAD, all_needs, layer_needs, layer_prefix
@@ -23,11 +23,23 @@ from glm53srv.model.tensor_needs import EMBEDDING, FINAL_NORM, LM_HEAD, all_need
 Progress = Callable[[float, str], None]
 
 
-def load_decoder(model_dir: Path, context: KernelContext, progress: Progress | None = None) -> Decoder:
+ExpertSource = Callable[[Checkpoint, int], Experts]
+"""Gives the routed experts of a sparse layer, counted from 0, and the shared one after them."""
+
+OpenExperts = Callable[[Checkpoint, ModelConfig], ExpertSource]
+
+
+def load_decoder(
+    model_dir: Path,
+    context: KernelContext,
+    progress: Progress | None = None,
+    open_experts: OpenExperts | None = None,
+) -> Decoder:
     """Map a checkpoint and build the text model over it.
 
     Everything is looked up before anything is built. progress: called with a fraction from 0 to 1 and the
-    stage. Raises CheckpointError, one line naming file and key or tensor.
+    stage. open_experts: called once, when the checkpoint is known to be whole; None computes all experts in
+    place, from the mapped files. Raises CheckpointError, one line naming file and key or tensor.
     """
     report = progress or (lambda fraction, stage: None)
     report(0.0, "reading the configuration")
@@ -36,10 +48,11 @@ def load_decoder(model_dir: Path, context: KernelContext, progress: Progress | N
     checkpoint = Checkpoint(model_dir)
     report(0.1, "checking tensors")
     checkpoint.check(all_needs(config))
+    experts = None if open_experts is None else open_experts(checkpoint, config)
     blocks = []
     for layer in range(config.num_layers):
         report(0.15 + 0.85 * layer / config.num_layers, f"layer {layer + 1} of {config.num_layers}")
-        blocks.append(_LayerReader(config, checkpoint, context, layer).block())
+        blocks.append(_LayerReader(config, checkpoint, context, layer, experts).block())
     table = checkpoint.raw(EMBEDDING, (config.vocab_size, config.hidden_size), FLOATS)
     norm = RmsNorm(context, checkpoint.float32(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
     head = load_linear(context, checkpoint, LinearNeed(LM_HEAD, config.hidden_size, config.vocab_size))
@@ -51,12 +64,18 @@ class _LayerReader:
     """Builds one layer, with the shapes that tensor_needs states."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, context: KernelContext, layer: int
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        context: KernelContext,
+        layer: int,
+        experts: ExpertSource | None,
     ) -> None:
         self._config = config
         self._checkpoint = checkpoint
         self._context = context
         self._layer = layer
+        self._experts = experts
         self._prefix = layer_prefix(layer)
         self._linears: dict[str, LinearNeed] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -163,5 +182,8 @@ class _LayerReader:
         moe = self._config.moe
         logits = self._plain("mlp.gate.weight")
         router = Router(moe, logits, self._tensor("mlp.gate.e_score_correction_bias"))
+        if self._experts is not None:
+            sparse_layer = self._config.mlp_kinds[: self._layer].count(MlpKind.SPARSE)
+            return SparseMlp(router, self._experts(self._checkpoint, sparse_layer))
         routed = [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
         return SparseMlp(router, self._networks([*routed, "mlp.shared_experts"]))

@@ -20,6 +20,12 @@ class Mlp(Protocol):
     def __call__(self, x: F32) -> F32: ...
 
 
+class Experts(Protocol):
+    """Sum weights (rows, k) times the networks picks (rows, k) of x (rows, hidden), in the order of k."""
+
+    def __call__(self, x: F32, picks: NDArray[np.int32], weights: F32) -> F32: ...
+
+
 class DenseMlp:
     """One gated network for all tokens."""
 
@@ -66,7 +72,7 @@ class SparseMlp:
     experts: the routed ones and, after them, the shared one, so that one call computes all.
     """
 
-    def __init__(self, router: Router, experts: GatedMlps) -> None:
+    def __init__(self, router: Router, experts: Experts) -> None:
         self._router = router
         self._experts = experts
 

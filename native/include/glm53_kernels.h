@@ -43,7 +43,9 @@ enum {
     GLM53_NO_MEMORY = 5,
     GLM53_NO_THREAD = 6, /* a worker thread could not be started */
     GLM53_NO_ISA = 7,    /* this CPU or this build lacks the instruction set */
-    GLM53_BUSY = 8       /* the pool is running another job */
+    GLM53_BUSY = 8,      /* the pool is running another job */
+    GLM53_STALLED = 9,   /* the crew did not answer within its deadline; it must be destroyed */
+    GLM53_FULL = 10      /* the mailbox has no free cell */
 };
 
 enum { GLM53_ISA_AUTO = 0, GLM53_ISA_SCALAR = 1, GLM53_ISA_AVX2 = 2, GLM53_ISA_AVX512 = 3 };
@@ -69,6 +71,7 @@ typedef struct {
     int32_t isa;         /* GLM53_ISA_AUTO takes the best one there is */
     const int32_t *cpus; /* NULL, or num_cpus logical CPUs; worker i (1..) is pinned to cpus[i % num_cpus]; */
     int32_t num_cpus;    /* the calling thread is never pinned */
+    int32_t spin_us;     /* how long an idle worker polls before it sleeps; 0 takes about 20 */
 } glm53_pool_config;
 
 typedef struct {
@@ -213,6 +216,178 @@ int32_t glm53_plain_linear(glm53_pool *pool, const void *w, int32_t is_f16, int3
 /* y = x / sqrt(mean(x^2) + eps) * weight, per row of (rows, width); weight (width) or NULL; y may be x. */
 int32_t glm53_rms_norm(glm53_pool *pool, const float *x, const float *weight, int32_t rows, int32_t width,
                        float eps, float *y);
+
+/* ---- memory for the experts and the mailbox ---- */
+
+enum { GLM53_PAGES_PLAIN = 0, GLM53_PAGES_TRANSPARENT = 1, GLM53_PAGES_HUGE = 2 };
+
+/* Zeroed private memory of this process. */
+typedef struct {
+    void *base;           /* aligned to 2 MiB */
+    int64_t num_bytes;    /* as asked for */
+    int64_t mapped_bytes; /* rounded up to whole pages */
+    int32_t pages;        /* the kind that the kernel granted; TRANSPARENT is a wish that it may not fulfil */
+    int32_t refusal;      /* errno of the last kind that was refused on the way, or 0 */
+} glm53_region;
+
+/* Map memory in the best kind of pages up to `pages` that can be had. GLM53_NO_MEMORY if there is none. */
+int32_t glm53_region_map(int64_t num_bytes, int32_t pages, glm53_region *region);
+
+/* Lock the region into memory; *error is errno on failure (GLM53_NO_MEMORY). */
+int32_t glm53_region_lock(const glm53_region *region, int32_t *error);
+
+/* Unmap, which also unlocks; the region is empty afterwards, and an empty region is ignored. */
+void glm53_region_unmap(glm53_region *region);
+
+/* ---- the mailbox: jobs for CPU experts in memory that a GPU can write ----
+ *
+ * One producer posts jobs numbered first_seq, first_seq + 1, ... (32 bits, wrapping); job seq lies in cell
+ * seq % num_cells. There are no locks: a job belongs to the producer until `posted` holds its number and
+ * from then on to the crew, until `done` holds it. Both words are written last, with release order, and read
+ * with acquire order; everything else in a cell is plain memory.
+ *
+ *   producer                                       crew
+ *   wait until done == seq - num_cells             wait until posted == seq
+ *   write job, picks, weights, x                   read them, write y, status, num_experts, elapsed_ns
+ *   posted = seq                                   done = seq
+ *   wait until done == seq, read y
+ *
+ * Every number is answered, also a job without picks (rows = 0, or every pick -1), in order. A stream of a
+ * GPU can wait for `done` with a cyclic greater-or-equal comparison.
+ *
+ * Bytes, little-endian. The header:
+ *
+ *     0  u32 magic 0x4d333547 ("G53M")     16  u32 max_picks, per row
+ *     4  u32 version, 1                    20  u32 hidden
+ *     8  u32 num_cells                     24  u32 first_seq
+ *    12  u32 max_rows                      28  u32 cell_bytes         32 .. 255 zero
+ *
+ * Cell i starts at 256 + i * cell_bytes, a multiple of 256:
+ *
+ *     0  u32 posted                        producer; alone in its cache line
+ *    64  u32 done                          crew; line of the answer
+ *    68  i32 status                        crew: GLM53_OK or what was wrong with the job
+ *    72  i32 num_experts                   crew: distinct experts computed
+ *    76  u32 elapsed_ns                    crew: time of the computation, at most 2^32 - 1
+ *   128  i32 layer                         producer: sparse layer, the row of the crew's table
+ *   132  i32 rows                          0 .. max_rows
+ *   136  i32 num_picks                     per row, 1 .. max_picks
+ *   140  i32 x_kind                        0: x is float32, 1: x is f16
+ *   256  i32 picks (rows, num_picks)       expert within the layer, or -1
+ *     .  f32 weights (rows, num_picks)     at weights_offset
+ *     .  x (rows, hidden)                  at x_offset; room for max_rows of float32
+ *     .  f32 y (rows, hidden)              at y_offset; row r = sum over i of weights[r, i] * expert(x[r])
+ */
+enum {
+    GLM53_MAIL_HEADER_BYTES = 256,
+    GLM53_MAIL_POSTED = 0,
+    GLM53_MAIL_DONE = 64,
+    GLM53_MAIL_STATUS = 68,
+    GLM53_MAIL_NUM_EXPERTS = 72,
+    GLM53_MAIL_ELAPSED_NS = 76,
+    GLM53_MAIL_LAYER = 128,
+    GLM53_MAIL_ROWS = 132,
+    GLM53_MAIL_NUM_PICKS = 136,
+    GLM53_MAIL_X_KIND = 140,
+    GLM53_MAIL_PICKS = 256
+};
+
+enum { GLM53_X_F32 = 0, GLM53_X_F16 = 1 };
+
+typedef struct {
+    int32_t num_cells; /* a power of two, 2 .. 4096 */
+    int32_t max_rows;  /* 1 .. 8: up to so many rows the bits of one do not depend on the others */
+    int32_t max_picks; /* per row, 1 .. 64 */
+    int32_t hidden;    /* a positive multiple of 128 */
+    uint32_t first_seq;
+} glm53_mailbox_shape;
+
+typedef struct {
+    int64_t total_bytes, cell_bytes;
+    int64_t weights_offset, x_offset, y_offset; /* within a cell */
+} glm53_mailbox_layout;
+
+/* GLM53_BAD_ARGUMENT for an impossible shape. */
+int32_t glm53_mailbox_measure(const glm53_mailbox_shape *shape, glm53_mailbox_layout *layout);
+
+/* Write header and empty cells into total_bytes of memory, aligned to 256. */
+int32_t glm53_mailbox_init(void *memory, const glm53_mailbox_shape *shape);
+
+/* ---- the crew: threads that answer a mailbox ----
+ *
+ * A lead thread polls the mailbox and computes each job with a pool of its own, in which it is thread 0. Idle
+ * for poll_us it parks, and the pool with it; the doorbell wakes it. While it is awake nothing on the path
+ * from posted to done calls the system. A parked lead still looks at the mailbox ten times a second, so a
+ * missed doorbell costs time and loses nothing.
+ *
+ * A watchdog thread fails the crew when the oldest job has waited for deadline_ms: it then answers every
+ * posted job, now and later, with status GLM53_STALLED, so that nobody waits for ever. A failed crew computes
+ * nothing more. Memory: the mailbox and everything the table points to must outlive the crew.
+ *
+ * Threads: post, next_seq and wait belong to the producer's thread; the others may be called from any. */
+typedef struct glm53_crew glm53_crew;
+
+typedef int32_t (*glm53_compute_fn)(void *context, const glm53_expert_job *job);
+
+typedef struct {
+    void *mailbox;             /* initialised */
+    const glm53_expert *table; /* (num_layers, num_experts), borrowed */
+    int32_t num_layers;
+    int32_t num_experts;
+    int32_t precision;
+    int32_t clamp;
+    float limit;
+    int32_t isa;
+    int32_t num_threads; /* >= 1, the lead included */
+    const int32_t *cpus; /* NULL, or num_cpus logical CPUs; thread i is pinned to cpus[i % num_cpus] */
+    int32_t num_cpus;
+    int32_t poll_us;          /* >= 0 */
+    int32_t deadline_ms;      /* >= 1 */
+    glm53_compute_fn compute; /* NULL computes with glm53_experts; tests put a fault here */
+    void *context;
+} glm53_crew_config;
+
+typedef struct {
+    int64_t num_jobs;    /* answered by the lead */
+    int64_t num_empty;   /* of those, jobs without a pick */
+    int64_t num_picks;   /* row-expert pairs computed */
+    int64_t num_experts; /* distinct experts, summed over jobs */
+    int64_t busy_ns;     /* computing */
+    int64_t num_parks;
+    int32_t num_pinned;
+    int32_t is_failed;
+} glm53_crew_stats;
+
+/* What a producer on the host posts: a job with float32 rows. */
+typedef struct {
+    const float *x;       /* (rows, hidden) */
+    const int32_t *picks; /* (rows, num_picks) */
+    const float *weights; /* (rows, num_picks) */
+    int32_t layer;
+    int32_t rows;
+    int32_t num_picks;
+} glm53_mail;
+
+int32_t glm53_crew_create(const glm53_crew_config *config, glm53_crew **crew);
+
+/* Stop and free the crew; NULL is ignored. GLM53_STALLED if a thread did not end within deadline_ms: then
+ * crew, mailbox and table stay in use for as long as the process lives. */
+int32_t glm53_crew_destroy(glm53_crew *crew);
+
+/* Wake a parked lead: before a step whose jobs a GPU posts. */
+void glm53_crew_ring(glm53_crew *crew);
+
+/* Copy a job into its cell, post it and ring. *seq is its number. GLM53_FULL if its cell is still in use. */
+int32_t glm53_crew_post(glm53_crew *crew, const glm53_mail *mail, uint32_t *seq);
+
+/* Wait for `done` of a posted job; gives its status. GLM53_STALLED when the crew failed, or did not answer
+ * within timeout_ms. */
+int32_t glm53_crew_wait(glm53_crew *crew, uint32_t seq, int32_t timeout_ms);
+
+/* GLM53_OK, GLM53_STALLED for a failed crew, or the first status that was not GLM53_OK. */
+int32_t glm53_crew_check(const glm53_crew *crew);
+
+int32_t glm53_crew_describe(const glm53_crew *crew, glm53_crew_stats *stats);
 
 /* CDEF END */
 

@@ -32,6 +32,10 @@ const char *glm53_status_text(int32_t status) {
             return "this CPU or this build lacks the instruction set";
         case GLM53_BUSY:
             return "the pool is running another job";
+        case GLM53_STALLED:
+            return "the CPU workers did not answer in time";
+        case GLM53_FULL:
+            return "the mailbox has no free cell";
         default:
             return "unknown status";
     }

@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "internal.h"
 
@@ -38,6 +39,7 @@ struct glm53_pool {
     int32_t num_active; /* threads of the running job: all of them or the caller */
     int32_t num_pinned;
     int32_t num_started;
+    int64_t spin_ns; /* beyond SPIN_LIMIT rounds, for workers without a job */
     worker *workers; /* [1, num_threads); entry 0 is the caller's */
     glm53_job_fn job;
     void *context;
@@ -81,10 +83,25 @@ static void counter_advance(event_counter *counter) {
     pthread_mutex_unlock(&counter->mutex);
 }
 
-static void counter_wait_past(event_counter *counter, unsigned seen) {
+static bool counter_spin_past(event_counter *counter, unsigned seen) {
     for (int32_t i = 0; i < SPIN_LIMIT; i++) {
-        if (atomic_load_explicit(&counter->value, memory_order_acquire) != seen) return;
+        if (atomic_load_explicit(&counter->value, memory_order_acquire) != seen) return true;
         cpu_relax();
+    }
+    return false;
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* spin_ns: how long to poll before sleeping, at least SPIN_LIMIT rounds. */
+static void counter_wait_past(event_counter *counter, unsigned seen, int64_t spin_ns) {
+    if (counter_spin_past(counter, seen)) return;
+    for (int64_t end = spin_ns > 0 ? now_ns() + spin_ns : 0; spin_ns > 0 && now_ns() < end;) {
+        if (counter_spin_past(counter, seen)) return;
     }
     pthread_mutex_lock(&counter->mutex);
     atomic_fetch_add(&counter->num_sleepers, 1);
@@ -102,7 +119,7 @@ void glm53_pool_barrier(glm53_pool *pool) {
         atomic_store(&pool->next_task, 0);
         counter_advance(&pool->phase);
     } else {
-        counter_wait_past(&pool->phase, seen);
+        counter_wait_past(&pool->phase, seen, 0);
     }
 }
 
@@ -114,7 +131,7 @@ static void *worker_main(void *argument) {
     worker *self = argument;
     glm53_pool *pool = self->pool;
     for (unsigned seen = 0;; seen++) {
-        counter_wait_past(&pool->generation, seen);
+        counter_wait_past(&pool->generation, seen, pool->spin_ns);
         if (pool->is_closing) return NULL;
         pool->job(pool, pool->context, self->index);
         glm53_pool_barrier(pool); /* the caller returns only after every worker is done with the job */
@@ -183,6 +200,7 @@ int32_t glm53_pool_create(const glm53_pool_config *config, glm53_pool **out) {
     if (!config || config->num_threads < 1 || config->num_threads > 1024) return GLM53_BAD_ARGUMENT;
     if (config->isa < GLM53_ISA_AUTO || config->isa > GLM53_ISA_AVX512) return GLM53_BAD_ARGUMENT;
     if (config->cpus && config->num_cpus < 1) return GLM53_BAD_ARGUMENT;
+    if (config->spin_us < 0) return GLM53_BAD_ARGUMENT;
     const glm53_tier *tier = glm53_find_tier(config->isa);
     if (!tier) return GLM53_NO_ISA;
     glm53_pool *pool = aligned_alloc(64, (sizeof *pool + 63) / 64 * 64);
@@ -195,6 +213,7 @@ int32_t glm53_pool_create(const glm53_pool_config *config, glm53_pool **out) {
     }
     pool->tier = tier;
     pool->num_threads = config->num_threads;
+    pool->spin_ns = (int64_t)config->spin_us * 1000;
     atomic_flag_clear(&pool->is_busy);
     counter_init(&pool->generation);
     counter_init(&pool->phase);

@@ -10,6 +10,9 @@ import pytest
 from glm53srv.engine.base import Engine, EngineLimits, SequenceStart, StepPlan
 from glm53srv.engine.cpu import CpuEngine, EngineOptions
 from glm53srv.engine.fake import FakeEngine
+from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.vram_plan import VramOptions
 from glm53srv.request import PromptLogprobs, SamplingParams
 from tests.engine.plans import GREEDY, Driver, Stream
 
@@ -31,12 +34,20 @@ def make_fake() -> Engine:
     return FakeEngine(limits)
 
 
-@pytest.fixture(params=["fake", "cpu"])
+# All lanes at once, a cache too small for the picks of one step, and chunks of 16 tokens staged.
+OFFLOAD = OffloadOptions(
+    costs=CostOverrides(0.0, 0.4, 0.4), vram=VramOptions(max_slots=24), chunk_slots=3, stage_min_picks=64
+)
+
+
+@pytest.fixture(params=["fake", "cpu", "offload"])
 def engine(request: pytest.FixtureRequest, random_model_dir: Path) -> Iterator[Engine]:
     if request.param == "fake":
         made = make_fake()
     else:
-        made = CpuEngine.load(random_model_dir, EngineOptions(cache_tokens=2048, max_chunk_tokens=64))
+        offload = OFFLOAD if request.param == "offload" else None
+        options = EngineOptions(cache_tokens=2048, max_chunk_tokens=64, offload=offload)
+        made = CpuEngine.load(random_model_dir, options)
     yield made
     made.close()
 

@@ -1,0 +1,74 @@
+"""What the launchers take: tensors by name, with shape, type and owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """What a layer's plan reads; all on the device, contiguous, borrowed for the launch.
+
+    picks: int64 (rows, top_k), the router's, -1 for none. weights: float16 (rows, top_k), changed in place.
+    x: float16 (rows, hidden), the experts' input. slots, heat: int32 (experts,), the layer's rows of the
+    residency and heat tables. cpu_count: int32 (side, side), see cost.cpu_count_table. slot_addresses: int64
+    (num_slots,), the device address of each slot. home: device address of the layer's first record. layer:
+    counted over sparse layers.
+    """
+
+    picks: torch.Tensor
+    weights: torch.Tensor
+    x: torch.Tensor
+    slots: torch.Tensor
+    heat: torch.Tensor
+    cpu_count: torch.Tensor
+    slot_addresses: torch.Tensor
+    home: int
+    layer: int
+    record_bytes: int
+    up_offset: int
+    down_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutputs:
+    """What it writes. gate_table, up_table, down_table: int64 (experts,), the pointer tables of the trellis.
+
+    log_picks: int32 (rows * top_k,), log_lanes: int8 likewise: the layer's part of the routing log, which
+    may lie in mapped memory. counts: int32 (3,): experts in VRAM, over the link, on the CPU.
+    """
+
+    gate_table: torch.Tensor
+    up_table: torch.Tensor
+    down_table: torch.Tensor
+    log_picks: torch.Tensor
+    log_lanes: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MailCell:
+    """A free cell of the mailbox. address: as the device sees it. seq: number of the job.
+
+    publishes: the kernel itself writes `posted`, with a system-wide exchange. False leaves that to a write
+    in stream order behind the kernel, for devices whose exchanges with host memory are slow.
+    """
+
+    address: int
+    seq: int
+    weights_offset: int
+    x_offset: int
+    publishes: bool = True
+
+
+def int32_bits(number: int) -> int:
+    """Give the signed integer with the bits of an unsigned 32-bit one: what a kernel's int32 takes."""
+    number &= 0xFFFFFFFF
+    return number - 2**32 if number >= 2**31 else number
+
+
+def power_of_two(count: int) -> int:
+    """Give the least power of two that is not below count."""
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,220 @@
+"""Plans one layer of a decode step on the GPU, with no word to the host: dedup, lookup, split, log, mailbox.
+
+The rule is glm53srv/offload/split.py, integer for integer; the mailbox is the one described in
+native/include/glm53_kernels.h, byte for byte. One program does it all: 4 rows of top 8 are 32 picks, and the
+sums over all pairs of them are smaller than a second launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from glm53srv.offload.device.gpu.launch import MailCell, PlanInputs, PlanOutputs, int32_bits, power_of_two
+
+LANE_VRAM = tl.constexpr(1)
+LANE_LINK = tl.constexpr(2)
+LANE_CPU = tl.constexpr(3)
+"""Values of split.Lane."""
+
+POSTED_WORD, LAYER_WORD, ROWS_WORD = tl.constexpr(0), tl.constexpr(32), tl.constexpr(33)
+NUM_PICKS_WORD, X_KIND_WORD, PICKS_WORD = tl.constexpr(34), tl.constexpr(35), tl.constexpr(64)
+X_F16 = tl.constexpr(1)
+"""Places in a mailbox cell, in words of 4 bytes."""
+
+COPY_ITEMS = tl.constexpr(2048)
+
+
+@triton.jit(do_not_specialize=["home", "cell", "seq", "layer", "num_picks", "rows", "side"])
+def plan_layer(
+    picks,
+    weights,
+    x,
+    slots,
+    heat,
+    cpu_count,
+    slot_addresses,
+    gate_table,
+    up_table,
+    down_table,
+    log_picks,
+    log_lanes,
+    counts,
+    home,
+    cell,
+    seq,
+    layer,
+    rows,
+    num_picks,
+    side,
+    record_bytes: tl.constexpr,
+    up_offset: tl.constexpr,
+    down_offset: tl.constexpr,
+    weights_offset: tl.constexpr,
+    x_offset: tl.constexpr,
+    hidden: tl.constexpr,
+    top_k: tl.constexpr,
+    width: tl.constexpr,
+    has_cpu: tl.constexpr,
+    publishes: tl.constexpr,
+):
+    """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
+    place = tl.arange(0, width)
+    in_range = place < num_picks
+    expert = tl.load(picks + place, mask=in_range, other=-1).to(tl.int32)
+    present = expert >= 0
+    same = (expert[:, None] == expert[None, :]) & present[None, :]
+    first = tl.min(tl.where(same, place[None, :], width), axis=1)
+    first = tl.where(present, first, place)
+    standing = present & (first == place)
+    known = tl.where(present, expert, 0)
+    slot = tl.load(slots + known, mask=present, other=-1)
+    is_hit = standing & (slot >= 0)
+    is_miss = standing & (slot < 0)
+    num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
+    num_misses = tl.sum(is_miss.to(tl.int32), axis=0)
+    num_cpu = tl.load(cpu_count + num_hits * side + num_misses)
+
+    # One sortable number per pick: heat above, expert below, as in the rule.
+    order = (tl.load(heat + known, mask=present, other=0).to(tl.int64) << 20) | known.to(tl.int64)
+    is_colder = is_miss[None, :] & (order[None, :] < order[:, None])
+    rank = tl.sum(is_colder.to(tl.int32), axis=1)
+    lane = tl.where(is_miss, tl.where(rank < num_cpu, LANE_CPU, LANE_LINK), 0)
+    lane = tl.where(is_hit, LANE_VRAM, lane)
+    lanes = tl.sum(tl.where(first[:, None] == place[None, :], lane[None, :], 0), axis=1)
+    lanes = tl.where(present, lanes, 0)
+
+    tl.store(log_picks + place, tl.where(present, expert, -1), mask=in_range)
+    tl.store(log_lanes + place, lanes.to(tl.int8), mask=in_range)
+    tl.store(counts, num_hits)
+    tl.store(counts + 1, num_misses - num_cpu)
+    tl.store(counts + 2, num_cpu)
+
+    in_slot = tl.load(slot_addresses + slot, mask=is_hit, other=0)
+    address = tl.where(is_hit, in_slot, home + known.to(tl.int64) * record_bytes)
+    tl.store(gate_table + known, address, mask=standing)
+    tl.store(up_table + known, address + up_offset, mask=standing)
+    tl.store(down_table + known, address + down_offset, mask=standing)
+
+    is_cpu = lanes == LANE_CPU
+    weight = tl.load(weights + place, mask=in_range, other=0.0)
+    tl.store(weights + place, tl.where(is_cpu, 0.0, weight), mask=in_range)
+    if has_cpu:
+        words = cell.to(tl.pointer_type(tl.int32))
+        factors = (cell + weights_offset).to(tl.pointer_type(tl.float32))
+        tl.store(words + PICKS_WORD + place, tl.where(is_cpu, expert, -1), mask=in_range)
+        tl.store(factors + place, weight.to(tl.float32), mask=in_range)
+        tl.store(words + LAYER_WORD, layer)
+        tl.store(words + ROWS_WORD, tl.where(num_cpu > 0, rows, 0))
+        tl.store(words + NUM_PICKS_WORD, top_k)
+        tl.store(words + X_KIND_WORD, X_F16)
+        if num_cpu > 0:
+            target = (cell + x_offset).to(tl.pointer_type(tl.float16))
+            for begin in range(0, rows * hidden, COPY_ITEMS):
+                item = begin + tl.arange(0, COPY_ITEMS)
+                inside = item < rows * hidden
+                tl.store(target + item, tl.load(x + item, mask=inside), mask=inside)
+        if publishes:
+            tl.debug_barrier()  # all threads have written before one of them publishes
+            tl.atomic_xchg(words + POSTED_WORD, seq, sem="release", scope="sys")
+
+
+def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, cell: MailCell | None) -> None:
+    """Plan a layer on the current stream.
+
+    inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip.
+    outputs: log_picks, log_lanes and counts are written whole, the pointer tables only where picked; other
+    entries may be stale, so a decode kernel may read picked experts alone. cell: where the CPU's job goes; it
+    must be free. None sends nothing: cpu_count must then be all zeros (exact mode).
+    """
+    rows, top_k = inputs.picks.shape
+    side = inputs.cpu_count.shape[1]
+    if side <= rows * top_k:
+        raise ValueError(f"cpu_count of side {side} does not cover {rows * top_k} picks")
+    mail = cell or MailCell(address=0, seq=0, weights_offset=0, x_offset=0, publishes=False)
+    plan_layer[(1,)](
+        inputs.picks,
+        inputs.weights,
+        inputs.x,
+        inputs.slots,
+        inputs.heat,
+        inputs.cpu_count,
+        inputs.slot_addresses,
+        outputs.gate_table,
+        outputs.up_table,
+        outputs.down_table,
+        outputs.log_picks,
+        outputs.log_lanes,
+        outputs.counts,
+        inputs.home,
+        mail.address,
+        int32_bits(mail.seq),
+        inputs.layer,
+        rows,
+        rows * top_k,
+        side,
+        record_bytes=inputs.record_bytes,
+        up_offset=inputs.up_offset,
+        down_offset=inputs.down_offset,
+        weights_offset=mail.weights_offset,
+        x_offset=mail.x_offset,
+        hidden=inputs.x.shape[1],
+        top_k=top_k,
+        width=power_of_two(rows * top_k),
+        has_cpu=cell is not None,
+        publishes=mail.publishes,
+    )
+
+
+@triton.jit(do_not_specialize=["home"])
+def point_layer(
+    slots,
+    slot_addresses,
+    gate_table,
+    up_table,
+    down_table,
+    home,
+    num_experts,
+    record_bytes: tl.constexpr,
+    up_offset: tl.constexpr,
+    down_offset: tl.constexpr,
+    width: tl.constexpr,
+):
+    """See launch_point. width: experts of one program."""
+    expert = tl.program_id(0) * width + tl.arange(0, width)
+    inside = expert < num_experts
+    slot = tl.load(slots + expert, mask=inside, other=-1)
+    in_slot = tl.load(slot_addresses + slot, mask=slot >= 0, other=0)
+    address = tl.where(slot >= 0, in_slot, home + expert.to(tl.int64) * record_bytes)
+    tl.store(gate_table + expert, address, mask=inside)
+    tl.store(up_table + expert, address + up_offset, mask=inside)
+    tl.store(down_table + expert, address + down_offset, mask=inside)
+
+
+def launch_point(
+    slots: torch.Tensor,
+    slot_addresses: torch.Tensor,
+    outputs: PlanOutputs,
+    home: int,
+    layout: tuple[int, int, int],
+) -> None:
+    """Fill a layer's pointer tables whole, as a prefill needs: slot of each expert, or home for -1.
+
+    slots: int32 (experts,), resident or staged. slot_addresses: int64 (num_slots,). home: address of the
+    layer's first record. layout: record bytes, and offsets of up and down in a record.
+    """
+    width = 128
+    point_layer[(triton.cdiv(len(slots), width),)](
+        slots,
+        slot_addresses,
+        outputs.gate_table,
+        outputs.up_table,
+        outputs.down_table,
+        home,
+        len(slots),
+        record_bytes=layout[0],
+        up_offset=layout[1],
+        down_offset=layout[2],
+        width=width,
+    )

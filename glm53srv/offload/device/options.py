@@ -1,0 +1,36 @@
+"""How an offload is built: plain values, importable without the native library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from glm53srv.offload.cost import CostOverrides, Mode
+from glm53srv.offload.residency import ResidencyParams
+from glm53srv.offload.staging import STAGE_MIN_PICKS
+from glm53srv.offload.vram_plan import VramOptions
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """Sizes and knobs of a simulated offload.
+
+    crew_threads, crew_cpus: of the CPU workers. vram: its max_slots is the size of the cache; None takes an
+    eighth of all experts. chunk_slots: slots lent together; None takes an eighth of the cache.
+    stage_min_picks: picks per layer from which a chunk is staged; None scales the threshold of a layer of 288
+    experts. copies_per_step: what the copy engine moves during one decode step.
+    """
+
+    crew_threads: int = 1
+    crew_cpus: tuple[int, ...] | None = None
+    mode: Mode = "fast"
+    costs: CostOverrides = field(default_factory=CostOverrides)
+    vram: VramOptions = field(default_factory=VramOptions)
+    residency: ResidencyParams = field(default_factory=ResidencyParams)
+    chunk_slots: int | None = None
+    stage_min_picks: int | None = None
+    copies_per_step: int = 16
+    deadline_ms: int = 1500
+
+    def min_picks(self, num_experts: int) -> int:
+        """Give the threshold of staging for a layer of num_experts."""
+        return self.stage_min_picks or -(-STAGE_MIN_PICKS * num_experts // 288)

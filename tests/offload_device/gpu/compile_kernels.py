@@ -1,0 +1,107 @@
+"""Compiles every kernel for one architecture, at the published model's sizes; prints what came out as JSON.
+
+python -m tests.offload_device.gpu.compile_kernels 86
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
+from glm53srv.offload.device.gpu.combine_kernel import add_partial
+from glm53srv.offload.device.gpu.copy_kernel import ITEMS, NUM_PROGRAMS, gather_copy
+from glm53srv.offload.device.gpu.plan_kernel import plan_layer, point_layer
+from glm53srv.offload.device.gpu.table_kernel import BLOCK as TABLE_BLOCK
+from glm53srv.offload.device.gpu.table_kernel import apply_update
+
+RECORD = {"record_bytes": 9_437_184, "up_offset": 3_145_728, "down_offset": 6_291_456}
+TABLES = {"gate_table": "*i64", "up_table": "*i64", "down_table": "*i64"}
+
+PLAN = {
+    "picks": "*i64",
+    "weights": "*fp16",
+    "x": "*fp16",
+    "slots": "*i32",
+    "heat": "*i32",
+    "cpu_count": "*i32",
+    "slot_addresses": "*i64",
+    **TABLES,
+    "log_picks": "*i32",
+    "log_lanes": "*i8",
+    "counts": "*i32",
+    "home": "i64",
+    "cell": "i64",
+    "seq": "i32",
+    "layer": "i32",
+    "rows": "i32",
+    "num_picks": "i32",
+    "side": "i32",
+}
+PLAN_CONSTANTS = {
+    **RECORD,
+    "weights_offset": 384,
+    "x_offset": 512,
+    "hidden": 4096,
+    "top_k": 8,
+    "width": 32,
+}
+
+KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+    "plan_layer fast": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": True, "publishes": True}),
+    "plan_layer exact": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": False, "publishes": False}),
+    "point_layer": (
+        point_layer,
+        {"slots": "*i32", "slot_addresses": "*i64", **TABLES, "home": "i64", "num_experts": "i32"},
+        {**RECORD, "width": 128},
+    ),
+    "apply_update": (
+        apply_update,
+        {
+            "table": "*i32",
+            "unmap_keys": "*i32",
+            "map_keys": "*i32",
+            "map_slots": "*i32",
+            "num_unmap": "i32",
+            "num_map": "i32",
+        },
+        {"block": TABLE_BLOCK},
+    ),
+    "gather_copy": (
+        gather_copy,
+        {"sources": "*i64", "targets": "*i64", "num_copies": "i32"},
+        {"words": RECORD["record_bytes"] // 8, "num_programs": NUM_PROGRAMS, "items": ITEMS},
+    ),
+    "add_partial": (
+        add_partial,
+        {"out": "*fp32", "counts": "*i32", "partial": "i64", "num_items": "i32"},
+        {"block": COMBINE_BLOCK},
+    ),
+}
+
+
+def main(architecture: int) -> None:
+    """Compile and print; raises what the compiler raises."""
+    target = GPUTarget("cuda", architecture, 32)
+    found = {}
+    for name, (kernel, signature, constants) in KERNELS.items():
+        full = {**signature, **dict.fromkeys(constants, "constexpr")}
+        compiled = triton.compile(ASTSource(kernel, full, constexprs=constants), target=target)
+        ptx = compiled.asm["ptx"]
+        stated = re.search(r"^\.target (sm_\d+)", ptx, re.MULTILINE)
+        found[name] = {
+            "cubin_bytes": len(compiled.asm["cubin"]),
+            "target": stated[1] if stated else "",
+            "ptx": ptx,
+        }
+    print(json.dumps(found))  # noqa: T201  # this is the program's answer
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,44 @@
+"""The kernels compile ahead of time, down to machine code, for every kind of card they are meant for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ARCHITECTURES = (86, 89, 90, 120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_compile_for(architecture: int, tmp_path: Path) -> None:
+    # Another process: under the interpreter a kernel is a Python function and cannot be compiled.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.offload_device.gpu.compile_kernels", str(architecture)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=800
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    assert set(compiled) == {
+        "plan_layer fast",
+        "plan_layer exact",
+        "point_layer",
+        "apply_update",
+        "gather_copy",
+        "add_partial",
+    }
+    for name, facts in compiled.items():
+        assert facts["cubin_bytes"] > 0, name
+        assert facts["target"] == f"sm_{architecture}", name
+    # The last word of a job is written so that the CPU sees all the others before it.
+    publishes = re.compile(r"atom\.global\.(?:sys\.release|release\.sys)\.exch\.b32")
+    assert publishes.search(compiled["plan_layer fast"]["ptx"])
+    assert not publishes.search(compiled["plan_layer exact"]["ptx"])

@@ -1,0 +1,91 @@
+"""Table updates, copies and the combination under Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from glm53srv.offload.device.gpu.combine_kernel import launch_combine
+from glm53srv.offload.device.gpu.copy_kernel import launch_copy
+from glm53srv.offload.device.gpu.table_kernel import launch_update
+from glm53srv.offload.device.region import Region
+
+RECORD = 36_864
+
+
+def int32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_updates_equal_those_of_the_rule(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers, experts = int(rng.integers(1, 8)), int(rng.integers(1, 300))
+    table = rng.integers(-1, 50, (layers, experts)).astype(np.int32)
+    keys = rng.permutation(layers * experts)
+    num_unmap, num_map = (int(count) for count in rng.integers(0, min(len(keys) // 2, 300) + 1, 2))
+    unmap, mapped = keys[:num_unmap], keys[num_unmap : num_unmap + num_map]
+    slots = rng.integers(0, 1000, len(mapped))
+    expected = table.copy()
+    expected.reshape(-1)[unmap] = -1
+    expected.reshape(-1)[mapped] = slots
+    changed = torch.from_numpy(table)
+    launch_update(changed, int32(unmap), int32(mapped), int32(slots))
+    np.testing.assert_array_equal(changed.numpy(), expected)
+
+
+def test_an_update_of_two_lengths_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 keys for 1 slots"):
+        launch_update(
+            torch.zeros(4, dtype=torch.int32),
+            int32(np.array([])),
+            int32(np.array([0, 1])),
+            int32(np.array([3])),
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_copies", "num_bytes"), [(0, RECORD), (1, 16), (1, RECORD), (5, 49_168), (40, 256)]
+)
+def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int) -> None:
+    rng = np.random.default_rng(num_copies)
+    stride = -(-num_bytes // 256) * 256 + 256  # a gap behind each record must stay as it is
+    source, target = Region(64 * stride), Region(64 * stride)
+    source.array()[:] = rng.integers(0, 256, source.num_bytes, dtype=np.uint8)
+    target.array()[:] = 0xEE
+    keys, slots = rng.permutation(64)[:num_copies], rng.permutation(64)[:num_copies]
+    expected = target.array().copy()
+    for key, slot in zip(keys, slots, strict=True):
+        begin = int(slot) * stride
+        expected[begin : begin + num_bytes] = source.array()[int(key) * stride :][:num_bytes]
+    launch_copy(
+        torch.from_numpy(source.address + keys.astype(np.int64) * stride),
+        torch.from_numpy(target.address + slots.astype(np.int64) * stride),
+        num_bytes,
+    )
+    np.testing.assert_array_equal(target.array(), expected)
+
+
+def test_copies_that_do_not_pair_up_are_refused() -> None:
+    one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cannot copy 16 bytes from 1 to 2 places"):
+        launch_copy(one, two, 16)
+    with pytest.raises(ValueError, match="cannot copy 24 bytes"):
+        launch_copy(one, one, 24)
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 128), (1, 4096), (4, 4096), (3, 640)])
+def test_combining_adds_each_float_once(rows: int, hidden: int) -> None:
+    rng = np.random.default_rng(rows * hidden)
+    out, partial = (rng.normal(size=(rows, hidden)).astype(np.float32) for _ in range(2))
+    total = torch.from_numpy(out.copy())
+    launch_combine(total, int32(np.array([1, 2, 3])), partial.ctypes.data)
+    np.testing.assert_array_equal(total.numpy(), out + partial)
+
+
+def test_an_empty_job_is_not_read() -> None:
+    out = np.ones((2, 256), np.float32)
+    total = torch.from_numpy(out.copy())
+    launch_combine(total, int32(np.array([8, 0, 0])), np.full((2, 256), np.nan, np.float32).ctypes.data)
+    np.testing.assert_array_equal(total.numpy(), out)

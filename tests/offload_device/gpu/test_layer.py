@@ -1,0 +1,111 @@
+"""A whole decode layer: kernels plan, post and combine, the crew computes; one plain sum must agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from glm53srv.exl3_matrix import ExpertTable
+from glm53srv.kernels import Clamp, KernelPool, Precision
+from glm53srv.offload.cost import CostModel, cpu_count_table
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.crew import Crew, CrewOptions
+from glm53srv.offload.device.gpu.combine_kernel import launch_combine
+from glm53srv.offload.device.gpu.copy_kernel import launch_copy
+from glm53srv.offload.device.gpu.launch import MailCell, PlanInputs, PlanOutputs
+from glm53srv.offload.device.gpu.plan_kernel import launch_plan
+from glm53srv.offload.device.gpu.table_kernel import launch_update
+from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
+from glm53srv.offload.device.region import Region
+
+HIDDEN, TOP_K, NUM_SLOTS, LIMIT = 256, 4, 10, 10.0
+TOLERANCE = 2e-6
+"""Two sums of float32 in another order than one; the same products."""
+
+
+class Card:
+    """What a GPU holds of one layer, in host memory: slots, table, pointer tables."""
+
+    def __init__(self, arena: ExpertArena, layer: int) -> None:
+        self.arena, self.layer = arena, layer
+        experts = arena.geometry.num_experts
+        self.memory = Region(NUM_SLOTS * arena.layout.record_bytes)
+        slots = self.memory.address + np.arange(NUM_SLOTS, dtype=np.int64) * arena.layout.record_bytes
+        self.slot_addresses = torch.from_numpy(slots)
+        self.table = torch.full((arena.geometry.num_layers, experts), -1, dtype=torch.int32)
+        self.outputs = PlanOutputs(
+            gate_table=torch.zeros(experts, dtype=torch.int64),
+            up_table=torch.zeros(experts, dtype=torch.int64),
+            down_table=torch.zeros(experts, dtype=torch.int64),
+            log_picks=torch.zeros(16, dtype=torch.int32),
+            log_lanes=torch.zeros(16, dtype=torch.int8),
+            counts=torch.zeros(3, dtype=torch.int32),
+        )
+
+    def admit(self, experts: np.ndarray) -> None:
+        """Copy experts into the first slots and map them, all by kernels."""
+        keys = (self.layer * self.arena.geometry.num_experts + experts).astype(np.int32)
+        homes = self.arena.region.address + keys.astype(np.int64) * self.arena.layout.record_bytes
+        targets = self.slot_addresses[: len(experts)]
+        launch_copy(torch.from_numpy(homes), targets, self.arena.layout.record_bytes)
+        slots = torch.arange(len(experts), dtype=torch.int32)
+        launch_update(self.table, torch.zeros(0, dtype=torch.int32), torch.from_numpy(keys), slots)
+
+    def pointed(self) -> ExpertTable:
+        """Make a table for the kernels out of the pointer tables, as far as they were written."""
+        home = self.arena.address(self.layer, 0)
+        size = self.arena.layout.record_bytes
+        own = home + np.arange(self.arena.geometry.num_experts, dtype=np.int64) * size
+        gate = self.outputs.gate_table.numpy()
+        records = np.where(gate == 0, own, gate).astype(np.uintp)
+        for table, offset in ((self.outputs.up_table, 1), (self.outputs.down_table, 2)):
+            written = gate != 0
+            offsets = self.arena.layout.offsets
+            np.testing.assert_array_equal(table.numpy()[written], gate[written] + offsets[offset])
+        return self.arena.table(self.layer).moved(records, self.arena.layout.offsets)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layer, rows = int(rng.integers(arena.geometry.num_layers)), int(rng.integers(1, 5))
+    card = Card(arena, layer)
+    card.admit(rng.permutation(arena.geometry.num_experts)[: int(rng.integers(0, NUM_SLOTS + 1))])
+    mailbox = Mailbox(MailboxShape(4, TOP_K, HIDDEN, num_cells=2))
+    pool_of_experts = rng.permutation(arena.geometry.num_experts)[:9]
+    picks = np.stack([rng.permutation(pool_of_experts)[:TOP_K] for _ in range(rows)]).astype(np.int64)
+    weights = rng.uniform(0.05, 1.0, (rows, TOP_K)).astype(np.float16)
+    x = rng.normal(size=(rows, HIDDEN)).astype(np.float16)
+    heat = rng.integers(0, 100, arena.geometry.num_experts).astype(np.int32)
+    inputs = PlanInputs(
+        picks=torch.from_numpy(picks),
+        weights=torch.from_numpy(weights.copy()),
+        x=torch.from_numpy(x),
+        slots=card.table[layer],
+        heat=torch.from_numpy(heat),
+        cpu_count=torch.from_numpy(cpu_count_table(CostModel(0.0, 0.4, 0.4, 0.03), 32, "fast")),
+        slot_addresses=card.slot_addresses,
+        home=arena.address(layer, 0),
+        layer=layer,
+        record_bytes=arena.layout.record_bytes,
+        up_offset=arena.layout.offsets[1],
+        down_offset=arena.layout.offsets[2],
+    )
+    options = CrewOptions(1, precision=Precision.EXACT32, limit=LIMIT, deadline_ms=60_000)
+    with Crew(arena, mailbox, options) as crew, KernelPool(1) as pool:
+        crew.ring()
+        cell = mailbox.cell(1).ctypes.data
+        launch_plan(inputs, card.outputs, MailCell(cell, 1, mailbox.weights_offset, mailbox.x_offset))
+        wide, kept = x.astype(np.float32), inputs.weights.numpy().astype(np.float32)
+        on_gpu = np.where(kept == 0, -1, picks).astype(np.int32)
+        out = pool.experts(wide, card.pointed(), on_gpu, kept, LIMIT, Clamp.ACTIVATION)
+        crew.wait(1, rows)
+        total = torch.from_numpy(out)
+        launch_combine(total, card.outputs.counts, cell + mailbox.y_offset)
+        table = arena.table(layer)
+        whole = weights.astype(np.float32)
+        expected = pool.experts(wide, table, picks.astype(np.int32), whole, LIMIT, Clamp.ACTIVATION)
+    error = np.linalg.norm(total.numpy() - expected) / np.linalg.norm(expected)
+    assert error < TOLERANCE
+    assert int(card.outputs.counts.sum()) == len(np.unique(picks))

@@ -1,0 +1,203 @@
+"""The plan kernel under Triton's interpreter equals the pure rule, bit for bit, and fills the mailbox."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from glm53srv.offload.cost import CostModel, cpu_count_table
+from glm53srv.offload.device.gpu.launch import MailCell, PlanInputs, PlanOutputs, int32_bits, power_of_two
+from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
+from glm53srv.offload.device.mailbox import LAYER, PICKS, POSTED, Mailbox, MailboxShape
+from glm53srv.offload.split import Lane, Split, split_picks
+
+HIDDEN, RECORD, UP, DOWN, HOME = 256, 36_864, 12_288, 24_576, 0x7000_0000_0000
+
+
+@dataclass
+class Case:
+    """One random layer. Everything as numpy, so that the kernel cannot change what is expected."""
+
+    rows: int
+    top_k: int
+    layer: int
+    picks: np.ndarray
+    weights: np.ndarray
+    x: np.ndarray
+    slots: np.ndarray
+    heat: np.ndarray
+    cpu_count: np.ndarray
+    slot_addresses: np.ndarray
+
+    @property
+    def num_picks(self) -> int:
+        return self.rows * self.top_k
+
+    def split(self) -> Split:
+        picks = self.picks.reshape(1, -1)
+        return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count)
+
+    def inputs(self) -> PlanInputs:
+        def copy(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array.copy())
+
+        return PlanInputs(
+            picks=copy(self.picks),
+            weights=copy(self.weights),
+            x=copy(self.x),
+            slots=copy(self.slots),
+            heat=copy(self.heat),
+            cpu_count=copy(self.cpu_count),
+            slot_addresses=copy(self.slot_addresses),
+            home=HOME,
+            layer=self.layer,
+            record_bytes=RECORD,
+            up_offset=UP,
+            down_offset=DOWN,
+        )
+
+    def outputs(self) -> PlanOutputs:
+        experts = len(self.slots)
+        return PlanOutputs(
+            gate_table=torch.full((experts,), 7, dtype=torch.int64),
+            up_table=torch.full((experts,), 7, dtype=torch.int64),
+            down_table=torch.full((experts,), 7, dtype=torch.int64),
+            log_picks=torch.full((self.num_picks,), 99, dtype=torch.int32),
+            log_lanes=torch.full((self.num_picks,), 99, dtype=torch.int8),
+            counts=torch.full((3,), 99, dtype=torch.int32),
+        )
+
+
+def random_case(rng: np.random.Generator) -> Case:
+    rows, top_k = int(rng.integers(1, 5)), int(rng.integers(1, 9))
+    num_experts = int(rng.integers(top_k, 65))
+    num_slots = int(rng.integers(1, num_experts + 1))
+    # Few distinct experts, so that rows share them; a row's picks are distinct, some are absent.
+    pool = rng.permutation(num_experts)[: max(top_k, int(rng.integers(top_k, 2 * top_k + 1)))]
+    picks = np.stack([rng.permutation(pool)[:top_k] for _ in range(rows)]).astype(np.int64)
+    picks[rng.random(picks.shape) < rng.choice([0.0, 0.1, 1.0], p=[0.6, 0.37, 0.03])] = -1
+    slots = np.where(
+        rng.random(num_experts) < rng.random(), rng.integers(0, num_slots, num_experts), -1
+    ).astype(np.int32)
+    heat = rng.integers(0, rng.choice([2, 5, 2**31 - 1]), num_experts).astype(np.int32)  # ties are common
+    costs = CostModel(*rng.uniform(0.01, 1.0, 4).tolist())
+    mode = rng.choice(["fast", "fast", "fast", "exact"])
+    return Case(
+        rows,
+        top_k,
+        int(rng.integers(0, 42)),
+        picks,
+        rng.uniform(0.01, 1.0, (rows, top_k)).astype(np.float16),
+        rng.normal(size=(rows, HIDDEN)).astype(np.float16),
+        slots,
+        heat,
+        cpu_count_table(costs, 4 * 8, mode),
+        rng.integers(2**40, 2**46, num_slots).astype(np.int64) * 256,
+    )
+
+
+def check_case(case: Case, outputs: PlanOutputs, weights: torch.Tensor) -> Split:
+    """Compare everything but the mailbox with the rule."""
+    split = case.split()
+    lanes = split.lanes[0]
+    flat = case.picks.reshape(-1)
+    np.testing.assert_array_equal(outputs.log_picks.numpy(), flat)
+    np.testing.assert_array_equal(outputs.log_lanes.numpy(), lanes)
+    np.testing.assert_array_equal(
+        outputs.counts.numpy(), [split.num_hits[0], split.num_link[0], split.num_cpu[0]]
+    )
+    masked = np.where((lanes == Lane.CPU).reshape(case.picks.shape), np.float16(0), case.weights)
+    np.testing.assert_array_equal(weights.numpy(), masked)
+    expected = np.full(len(case.slots), 7, np.int64)
+    for expert in np.unique(flat[flat >= 0]):
+        slot = case.slots[expert]
+        expected[expert] = case.slot_addresses[slot] if slot >= 0 else HOME + expert * RECORD
+    np.testing.assert_array_equal(outputs.gate_table.numpy(), expected)
+    np.testing.assert_array_equal(outputs.up_table.numpy(), np.where(expected == 7, 7, expected + UP))
+    np.testing.assert_array_equal(outputs.down_table.numpy(), np.where(expected == 7, 7, expected + DOWN))
+    return split
+
+
+def check_mail(case: Case, mailbox: Mailbox, seq: int, split: Split) -> None:
+    cell = mailbox.cell(seq)
+    is_cpu = split.lanes[0] == Lane.CPU
+    layer, rows, num_picks, x_kind = cell[LAYER : LAYER + 16].view(np.int32).tolist()
+    assert (layer, num_picks, x_kind) == (case.layer, case.top_k, 1)
+    assert rows == (case.rows if is_cpu.any() else 0)
+    flat = case.picks.reshape(-1)
+    picks = cell[PICKS : PICKS + 4 * case.num_picks].view(np.int32)
+    np.testing.assert_array_equal(picks, np.where(is_cpu, flat, -1))
+    begin = mailbox.weights_offset
+    weights = cell[begin : begin + 4 * case.num_picks].view(np.float32)
+    np.testing.assert_array_equal(weights, case.weights.reshape(-1).astype(np.float32))
+    if is_cpu.any():
+        begin = mailbox.x_offset
+        x = cell[begin : begin + 2 * case.rows * HIDDEN].view(np.float16)
+        np.testing.assert_array_equal(x, case.x.reshape(-1))
+    assert int(cell[POSTED : POSTED + 4].view(np.uint32)[0]) == seq
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(8))
+def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=2**32 - 100))
+    num_on_cpu = 0
+    for number in range(400):
+        case, seq = random_case(rng), (2**32 - 100 + number) % 2**32
+        inputs, outputs = case.inputs(), case.outputs()
+        address = mailbox.cell(seq).ctypes.data
+        cell = MailCell(address, seq, mailbox.weights_offset, mailbox.x_offset)
+        launch_plan(inputs, outputs, cell)
+        split = check_case(case, outputs, inputs.weights)
+        check_mail(case, mailbox, seq, split)
+        num_on_cpu += int(split.num_cpu[0])
+    assert num_on_cpu > 200
+
+
+def test_exact_mode_needs_no_mailbox() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(100):
+        case = random_case(rng)
+        case.cpu_count[:] = 0
+        inputs, outputs = case.inputs(), case.outputs()
+        launch_plan(inputs, outputs, None)
+        check_case(case, outputs, inputs.weights)
+
+
+def test_a_plan_that_does_not_publish_leaves_posted_alone() -> None:
+    mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=1))
+    case = random_case(np.random.default_rng(0))
+    cell = MailCell(mailbox.cell(1).ctypes.data, 1, mailbox.weights_offset, mailbox.x_offset, publishes=False)
+    launch_plan(case.inputs(), case.outputs(), cell)
+    assert int(mailbox.cell(1)[:4].view(np.uint32)[0]) == (1 - 4) % 2**32
+
+
+def test_a_table_too_small_for_the_picks_is_refused() -> None:
+    case = random_case(np.random.default_rng(0))
+    case.cpu_count = case.cpu_count[: case.num_picks, : case.num_picks]
+    with pytest.raises(ValueError, match="does not cover"):
+        launch_plan(case.inputs(), case.outputs(), None)
+
+
+@pytest.mark.parametrize("num_experts", [1, 127, 128, 129, 288])
+def test_pointing_fills_the_whole_table(num_experts: int) -> None:
+    rng = np.random.default_rng(num_experts)
+    slots = rng.integers(-1, 20, num_experts).astype(np.int32)
+    addresses = rng.integers(2**40, 2**46, 20).astype(np.int64) * 256
+    gate, up, down = (torch.zeros(num_experts, dtype=torch.int64) for _ in range(3))
+    unused = torch.zeros(1, dtype=torch.int32)
+    outputs = PlanOutputs(gate, up, down, unused, unused, unused)
+    launch_point(torch.from_numpy(slots), torch.from_numpy(addresses), outputs, HOME, (RECORD, UP, DOWN))
+    expected = np.where(slots >= 0, addresses[slots], HOME + np.arange(num_experts) * RECORD)
+    for table, offset in zip((gate, up, down), (0, UP, DOWN), strict=True):
+        np.testing.assert_array_equal(table.numpy(), expected + offset)
+
+
+def test_numbers_keep_their_bits() -> None:
+    for number in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 5):
+        assert np.int32(int32_bits(number)).view(np.uint32) == number % 2**32
+    assert [power_of_two(count) for count in (1, 2, 3, 8, 9, 32)] == [1, 2, 4, 8, 16, 32]
