@@ -113,7 +113,7 @@ STEPS: tuple[Step, ...] = (
     Step(
         "stream_rate",
         lambda run: ["--url", run.url, "--max-tokens", "4096"],
-        lambda run: ["--url", run.url, "--max-tokens", "1500"],
+        lambda run: ["--url", run.url, "--max-tokens", "4000"],
         writes_result=False,
     ),
     Step(

@@ -385,7 +385,7 @@ def test_the_application_of_the_environment_serves_a_checkpoint(random_model_dir
         port = server.port()
         server.wait_for("ready model=")
         with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-            connection.sendall(request_bytes(max_tokens=3))
+            connection.sendall(request_bytes(max_tokens=3, ignore_eos=True))
             assert b"data: [DONE]" in read_until(connection, b"0\r\n\r\n")
         server.process.send_signal(signal.SIGTERM)
         code, output = server.end()
