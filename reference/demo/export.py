@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from glm53srv.model.pack_tokenizer import EOS_TOKENS
 from reference.demo.model import (
     Block,
     DemoModel,
@@ -23,7 +24,7 @@ from reference.demo.model import (
     SparseMlp,
 )
 from reference.demo.shape import Shape, model_config
-from reference.demo.tokenizer import STOPS, token_id
+from reference.demo.tokenizer import token_id
 
 PREFIX = "model.language_model."
 PROCESSOR = {
@@ -130,7 +131,7 @@ def is_kept_fp32(name: str) -> bool:
 
 def config_for(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
     """Write config.json for a tokenizer's ids."""
-    eos = [token_id(tokenizer, token) for token in STOPS]
+    eos = [token_id(tokenizer, token) for token in EOS_TOKENS]
     media = {key: token_id(tokenizer, token) for key, token in _MEDIA.items()}
     return model_config(shape, eos, media)
 

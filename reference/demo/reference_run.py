@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from glm53srv.model.pack_tokenizer import EOS_TOKENS
 from glm53srv.panel import PanelText, ReferenceModel, write_panel
 from reference.demo.cases import CATEGORIES, Case, held_out_case, held_out_cases
 from reference.demo.dialogue import conversation
 from reference.demo.rendering import Template, load_template, render_training_text
 from reference.demo.sample import Draw
-from reference.demo.tokenizer import STOPS, loss_mask_for, token_id
+from reference.demo.tokenizer import loss_mask_for, token_id
 
 NUM_GREEDY = 50
 CASES_PER_CATEGORY = 40
@@ -70,7 +71,7 @@ def panel_texts(tokenizer: Tokenizer) -> list[PanelText]:
 def greedy_texts(model: ReferenceModel, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Generate greedily from 50 held-out prompts with the stock generator, one at a time."""
     package = model.package
-    stops = [token_id(tokenizer, token) for token in STOPS]
+    stops = [token_id(tokenizer, token) for token in EOS_TOKENS]
     served = package.Model.from_config(model.config)  # a cache is attached before a model loads
     cache = package.Cache(served, max_num_tokens=8192, max_batch_size=1)
     served.load(device="cuda:0", progressbar=False)

@@ -18,59 +18,17 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from glm53srv.model.pack_tokenizer import EOS_TOKENS, SPECIAL_TOKENS, TEXT_TOKENS
 from reference.demo.dialogue import training_conversation
 from reference.demo.rendering import LossMask, load_template, render_training_text
 
 VOCAB_SIZE = 4096
-SPECIAL = (
-    "<|endoftext|>",
-    "[MASK]",
-    "[gMASK]",
-    "[sMASK]",
-    "<sop>",
-    "<eop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|begin_of_image|>",
-    "<|end_of_image|>",
-    "<|begin_of_video|>",
-    "<|end_of_video|>",
-    "<|begin_of_audio|>",
-    "<|end_of_audio|>",
-    "<|begin_of_transcription|>",
-    "<|end_of_transcription|>",
-)
-"""Tokens that skip_special_tokens removes, in GLM's order."""
-MARKERS = (
-    "<|code_prefix|>",
-    "<|code_middle|>",
-    "<|code_suffix|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "/nothink",
-    "<|begin_of_box|>",
-    "<|end_of_box|>",
-    "<|image|>",
-    "<|video|>",
-)
-"""Added tokens that stay in decoded text, in GLM's order."""
-STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CORPUS_CONVERSATIONS = 40_000
-_ADDED = re.compile("|".join(re.escape(token) for token in SPECIAL + MARKERS))
+_ADDED = re.compile("|".join(re.escape(token) for token in SPECIAL_TOKENS + TEXT_TOKENS))
 
 
 def corpus(num_conversations: int) -> Iterator[str]:
@@ -93,13 +51,15 @@ def train_tokenizer(num_conversations: int = CORPUS_CONVERSATIONS) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL) - len(MARKERS),
+        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS) - len(TEXT_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(num_conversations), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKERS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in TEXT_TOKENS])
     return tokenizer
 
 
@@ -115,7 +75,7 @@ def write_files(tokenizer: Tokenizer, directory: Path) -> None:
         "model_max_length": 8192,
     }
     generation = {
-        "eos_token_id": [tokenizer.token_to_id(token) for token in STOPS],
+        "eos_token_id": [tokenizer.token_to_id(token) for token in EOS_TOKENS],
         "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
         "temperature": 1.0,
         "top_p": 0.95,
@@ -126,7 +86,7 @@ def write_files(tokenizer: Tokenizer, directory: Path) -> None:
 
 def loss_mask_for(tokenizer: Tokenizer) -> LossMask:
     """Build the mask of learned tokens from a tokenizer's ids."""
-    stops = [token_id(tokenizer, token) for token in STOPS]
+    stops = [token_id(tokenizer, token) for token in EOS_TOKENS]
     return LossMask(
         token_id(tokenizer, "<|assistant|>"),
         stops,

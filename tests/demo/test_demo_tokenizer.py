@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from reference.demo.tokenizer import MARKERS, SPECIAL, STOPS, VOCAB_SIZE
+from glm53srv.model.pack_tokenizer import EOS_TOKENS, SPECIAL_TOKENS, TEXT_TOKENS
+from reference.demo.tokenizer import VOCAB_SIZE
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "reference/demo/checkpoint"
 
@@ -26,7 +27,7 @@ def test_added_tokens_are_those_of_glm_with_the_same_flags(shared_dir: Path) -> 
     ours = json.loads((CHECKPOINT / "tokenizer.json").read_text("utf-8"))["added_tokens"]
 
     assert [(token["content"], token["special"]) for token in ours] == official
-    assert tuple(content for content, _ in official) == SPECIAL + MARKERS
+    assert tuple(content for content, _ in official) == SPECIAL_TOKENS + TEXT_TOKENS
 
 
 def test_vocabulary_fills_the_embedding(tokenizer: Tokenizer) -> None:
@@ -50,4 +51,4 @@ def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
 def test_generation_config_names_all_three_stop_tokens(tokenizer: Tokenizer) -> None:
     config = json.loads((CHECKPOINT / "generation_config.json").read_text("utf-8"))
 
-    assert config["eos_token_id"] == [tokenizer.token_to_id(token) for token in STOPS]
+    assert config["eos_token_id"] == [tokenizer.token_to_id(token) for token in EOS_TOKENS]
