@@ -154,9 +154,10 @@ class ReferenceModel:
     engine_name = f"exllamav3 {EXLLAMAV3_VERSION}"
 
     def __init__(self, model_dir: Path) -> None:
-        # exact kernels: int8 activations off, no timing-dependent fp16 accumulators
-        os.environ.setdefault("EXL3_INT8_GEMV", "0")
-        os.environ.setdefault("EXL3_HGEMM_F16ACC", "0")
+        # Exact kernels: int8 activations off, no timing-dependent fp16 accumulators. Set, not defaulted: the
+        # package reads them at import, and a value left in the caller's shell would spoil a reference unseen.
+        os.environ["EXL3_INT8_GEMV"] = "0"
+        os.environ["EXL3_HGEMM_F16ACC"] = "0"
         self._torch: Any = importlib.import_module("torch")
         package: Any = importlib.import_module("exllamav3")
         version = importlib.import_module("exllamav3.version").__version__
