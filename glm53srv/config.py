@@ -27,6 +27,11 @@ HIDDEN = "(hidden)"
 """Shown in place of a secret."""
 
 CONFIG_FILE_ENV = "GLM53_CONFIG"
+
+START_SCRIPT_ENV = frozenset({"GLM53_ROOT", "GLM53_ARGS"})
+"""Read by docker/entrypoint.sh and scripts/install.sh, and often set for a whole container or service: known
+names here, so that any other command runs there too."""
+
 _BY_NAME = {option.name: option for option in OPTIONS}
 _BY_FLAG = {flag: option for option in OPTIONS for flag in option.flags}
 _BY_ENV = {option.env: option for option in OPTIONS}
@@ -66,6 +71,19 @@ class EngineConfig:
     isa: str = "auto"
     precision: str = "exact32"
     offload: OffloadConfig = OffloadConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadConfig:
+    """Where a missing model comes from.
+
+    repo: None, nothing was named. revision: None, the default of the repository (see download.py).
+    is_allowed: serve may fetch.
+    """
+
+    repo: str | None = None
+    revision: str | None = None
+    is_allowed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +131,7 @@ class Config:
     engine: EngineConfig
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
+    download: DownloadConfig = DownloadConfig()
     values: Mapping[str, object] = field(default_factory=dict)
     sources: Mapping[str, Source] = field(default_factory=dict)
 
@@ -176,6 +195,11 @@ def resolve(settings: Settings, num_cores: int) -> Config:
             max_queue=values["max_queue"], target_gap_s=values["target_gap_ms"] / 1000.0
         ),
         server=_server_config(values),
+        download=DownloadConfig(
+            repo=values["model_repo"],
+            revision=values["model_revision"],
+            is_allowed=values["model_download"] == "1",
+        ),
         values={name: HIDDEN if _BY_NAME[name].is_secret else values[name] for name in settings.sources},
         sources=settings.sources,
     )
@@ -273,7 +297,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if option is not None:
             if text != "":  # an empty variable is an unset one, as compose files write it
                 values[option.name] = parse_value(option, text, name)
-        elif name.startswith(ENV_PREFIX) and name != CONFIG_FILE_ENV:
+        elif name.startswith(ENV_PREFIX) and name not in (CONFIG_FILE_ENV, *START_SCRIPT_ENV):
             raise ConfigError(f"unknown environment variable {name}{closest_hint(name, _BY_ENV)}")
     return values
 

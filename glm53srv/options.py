@@ -14,6 +14,7 @@ from typing import Any
 
 from glm53srv.errors import ConfigError
 from glm53srv.option import Option
+from glm53srv.options_download import DOWNLOAD_OPTIONS
 from glm53srv.options_offload import OFFLOAD_OPTIONS
 
 OPTIONS: tuple[Option, ...] = (
@@ -46,6 +47,7 @@ OPTIONS: tuple[Option, ...] = (
         "model",
         choices=("fast", "exact"),
     ),
+    *DOWNLOAD_OPTIONS,
     Option(
         "cache_tokens",
         ("--cache-tokens", "-cs"),

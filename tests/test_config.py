@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from glm53srv.config import Config, default_threads, describe, load_config
+from glm53srv.config import Config, DownloadConfig, default_threads, describe, load_config
 from glm53srv.errors import ConfigError
 from glm53srv.options import OPTIONS, usage
 
@@ -43,6 +43,17 @@ def test_an_empty_variable_is_an_unset_one() -> None:
 
 def test_foreign_variables_are_left_alone() -> None:
     load_config(MODEL, {"HOME": "/root", "GLM_OTHER": "x"})
+
+
+def test_variables_of_the_start_script_are_known_and_change_nothing() -> None:
+    config = load_config(MODEL, {"GLM53_ROOT": "/opt/glm53srv", "GLM53_ARGS": "--port 1"})
+    assert config.sources == {"model": "command line"}
+
+
+def test_a_model_is_fetched_only_from_a_named_repository() -> None:
+    assert load_config(MODEL, {}).download == DownloadConfig(repo=None, revision=None, is_allowed=True)
+    environ = {"GLM53_MODEL_REPO": "a/b", "GLM53_MODEL_REVISION": "v1", "GLM53_MODEL_DOWNLOAD": "0"}
+    assert load_config(MODEL, environ).download == DownloadConfig("a/b", "v1", is_allowed=False)
 
 
 @pytest.mark.parametrize(
