@@ -63,13 +63,12 @@ def run() -> None:
 
 def _serve(argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
-    from glm53srv.doctor import require_servable
-    from glm53srv.machine import read_machine
+    from glm53srv.doctor.examine import require_servable
     from glm53srv.server import serve
 
     config = load_config(argv)
     set_up_logging(config.server.log_level)
-    require_servable(config, read_machine())
+    require_servable(config, LocalProbe())
     return _run_loop(serve(config, sys.stderr))
 
 

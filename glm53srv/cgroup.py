@@ -43,7 +43,9 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
-        if (controller and controller in names.split(",")) or (not controller and (number, names) == ("0", "")):
+        if (controller and controller in names.split(",")) or (
+            not controller and (number, names) == ("0", "")
+        ):
             group = mount / path.strip().lstrip("/")
             yield from (folder for folder in (group, *group.parents) if mount in folder.parents)
 

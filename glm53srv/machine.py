@@ -9,6 +9,8 @@ from pathlib import Path
 
 from glm53srv.cgroup import cpu_quota, memory_limit
 
+GIB = 2**30
+
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:

@@ -30,9 +30,9 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "GLM53_CT_THREADS",
         "int",
         None,
-        "expert workers (default: one per CPU of --ct-cpus)",
+        "expert workers (default, and 0: one per CPU of --ct-cpus)",
         "offload",
-        minimum=1,
+        minimum=0,
         maximum=1024,
     ),
     Option(

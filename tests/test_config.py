@@ -79,7 +79,7 @@ def test_a_model_is_fetched_only_from_a_named_repository() -> None:
         (MODEL, {"GLM53_API_KEY": " , "}, "GLM53_API_KEY holds no key"),
         (MODEL, {"GLM53_API_KEY": "a,b c"}, "only visible ASCII"),
         ([*MODEL, "--queue-timeout-s", "0"], {}, "must be at least 0.001"),
-        ([], {}, "no model: give --model DIR or set GLM53_MODEL_DIR"),
+        ([], {}, "no model; give --model DIR or set GLM53_MODEL_DIR"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(argv: list[str], environ: dict[str, str], needle: str) -> None:

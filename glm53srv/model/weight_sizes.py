@@ -50,9 +50,7 @@ def checkpoint_sizes(model: ModelConfig, checkpoint: Checkpoint) -> WeightSizes:
 
         return LinearBytes(size("trellis", "weight"), size("suh", "svh", "su", "sv", "bias"))
 
-    return _add_up(
-        all_needs(model), model, lambda need: checkpoint.info(need.name).num_bytes, linear_bytes
-    )
+    return _add_up(all_needs(model), model, lambda need: checkpoint.info(need.name).num_bytes, linear_bytes)
 
 
 def published_sizes() -> WeightSizes:
@@ -96,8 +94,8 @@ def _add_up(
     sizes = set(experts.values())
     if len(sizes) > 1:
         raise CheckpointError(
-            f"routed experts have {len(sizes)} different sizes, {min(sizes)} to {max(sizes)} bytes; a cache of "
-            "equal slots needs experts of one size"
+            f"routed experts have {len(sizes)} different sizes, {min(sizes)} to {max(sizes)} bytes; a cache "
+            "of equal slots needs experts of one size"
         )
     num_experts = model.mlp_kinds.count(MlpKind.SPARSE) * model.moe.num_experts
     if len(experts) != num_experts:

@@ -1,4 +1,4 @@
-"""What a server with one GPU needs of VRAM and RAM, before it takes any: pure arithmetic, every line explained.
+"""What a server with one GPU needs of VRAM and RAM, before it takes any: arithmetic, every line explained.
 
     VRAM   driver | weights | expert scales | cache | states | context and scratch | what vram_plan.py divides
     RAM    experts | expert scales | embedding | process | left for the system
@@ -32,13 +32,13 @@ DRIVER_BYTES = 310 * MIB
 (0xSero/glm53-flash-offload, results/G067, RTX 3090)."""
 
 SCRATCH_BYTES = int(1.55 * GIB)
-"""CUDA context, kernels, their scratch, graphs and what the allocator cannot use: the 22,730 MiB in use of the
-same run, less its 1,376 slots and the lines above for 131,072 tokens and four streams. Not measured with this
-server."""
+"""CUDA context, kernels, their scratch, graphs and what the allocator cannot use: the 22,730 MiB in use of
+the same run, less its 1,376 slots and the lines above for 131,072 tokens and four streams. Not measured with
+this server."""
 
 PROCESS_BYTES = int(3.2 * GIB)
-"""Python, torch, CUDA's host side and the objects of 36,288 linears: the 119.3 GB that one copy of the experts
-took in all (same source, exact mode), less experts, scales and embedding."""
+"""Python, torch, CUDA's host side and the objects of 36,288 linears: the 119.3 GB that a server with one copy
+of the experts took (same source, exact mode), less experts, scales and embedding."""
 
 SYSTEM_BYTES = 2 * GIB
 """Left to the operating system and other programs; an assumption."""
@@ -176,7 +176,7 @@ def plan_server(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
     built_in = PlanLine("host memory", room.ram_bytes, *_whence(room.is_ram_usable, "usable on this machine"))
     if needed > room.ram_bytes:
         problems.append(
-            f"RAM: {needed / GIB:.1f} GiB needed, {room.ram_bytes / GIB:.1f} there; all routed experts lie in RAM"
+            f"RAM: {needed / GIB:.1f} GiB needed, {room.ram_bytes / GIB:.1f} there; all experts lie in RAM"
         )
     return ServerPlan(lines, (built_in, *ram), slots, tuple(problems), tuple(notes))
 
@@ -253,7 +253,7 @@ def _slot_notes(slots: VramPlan, geometry: ExpertGeometry, needed: int) -> list[
     ]
     if slots.stage_slots < geometry.num_experts:
         notes.append(
-            f"a prefill stages only {slots.stage_slots} of a layer's {geometry.num_experts} experts at a time: "
+            f"a prefill stages only {slots.stage_slots} of a layer's {geometry.num_experts} experts at once: "
             "long prompts are read more slowly"
         )
     lent = slots.activation_slots * geometry.expert_bytes
@@ -271,9 +271,11 @@ def _ram(weights: WeightSizes, geometry: ExpertGeometry, room: Room) -> list[Pla
             "routed experts",
             geometry.num_keys * geometry.expert_bytes,
             Basis.COMPUTED,
-            f"{geometry.num_layers} layers x {geometry.num_experts} x {geometry.expert_bytes} B, one pinned copy",
+            f"{geometry.num_layers} layers x {geometry.num_experts} x {geometry.expert_bytes} B, pinned",
         ),
-        PlanLine("expert scales", weights.expert_scales, Basis.COMPUTED, "for the CPU's share of the experts"),
+        PlanLine(
+            "expert scales", weights.expert_scales, Basis.COMPUTED, "for the CPU's share of the experts"
+        ),
         PlanLine("embedding", weights.embedding, Basis.COMPUTED, "looked up in host memory"),
         PlanLine(
             "process",
