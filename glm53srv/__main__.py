@@ -3,11 +3,12 @@
     glm53srv serve     [options]              serve the model over HTTP
     glm53srv generate  PROMPT [options]       answer one prompt in the terminal
     glm53srv doctor    [--json] [options]     say what this machine can run, and why
+    glm53srv download  [--verify] [options]   fetch the model, or complete it; --verify hashes all of it
     glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
     glm53srv panel make --out FILE [options]  write a reference panel of a model, to score servers against
 
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
-failed; 1 anything else; 128 + n ended by signal n a second time.
+failed; 6 the download; 1 anything else; 128 + n ended by signal n, before the port was open or a second time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         "serve": _serve,
         "generate": _generate,
         "doctor": _doctor,
+        "download": _download,
         "pack": _pack,
         "panel": _panel,
     }
@@ -64,11 +66,15 @@ def run() -> None:
 def _serve(argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
     from glm53srv.doctor import require_servable
+    from glm53srv.download_command import end_at_signals, fetch_if_missing
     from glm53srv.machine import read_machine
     from glm53srv.server import serve
 
+    end_at_signals()
     config = load_config(argv)
     set_up_logging(config.server.log_level)
+    if fetched := fetch_if_missing(config, sys.stderr):
+        logging.getLogger(__name__).info("fetched %s", fetched)
     require_servable(config, read_machine())
     return _run_loop(serve(config, sys.stderr))
 
@@ -93,6 +99,15 @@ def _doctor(argv: Sequence[str]) -> int:
     answer = as_json(findings)
     print(json.dumps(answer, indent=2) if "--json" in argv else report(findings))
     return 0 if answer["ok"] else 1
+
+
+def _download(argv: Sequence[str]) -> int:
+    from glm53srv.download_command import download_command, end_at_signals
+
+    end_at_signals()
+    set_up_logging("warning")
+    print(download_command(argv, sys.stderr))
+    return 0
 
 
 def _pack(argv: Sequence[str]) -> int:
@@ -152,7 +167,7 @@ def _help() -> str:
     from glm53srv.options import usage
 
     assert __doc__ is not None
-    return f"{__doc__.strip()}\n\nOptions of serve, generate, doctor and panel:\n{usage()}"
+    return f"{__doc__.strip()}\n\nOptions of serve, generate, doctor, download and panel:\n{usage()}"
 
 
 if __name__ == "__main__":
