@@ -21,6 +21,11 @@ HIDDEN = "(hidden)"
 NO_MODEL = Path("(no model)")
 """EngineConfig.model_dir where none was named, for commands that can do without."""
 
+NO_MODEL_TEXT = (
+    "no model; give --model DIR or set GLM53_MODEL_DIR (make a small random one with "
+    "`glm53srv pack random --out DIR`)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
@@ -134,9 +139,14 @@ def load_config(
     argv: command line arguments without program and subcommand. environ: None means the process environment.
     num_cores: physical cores, None asks the machine. Raises ConfigError, one line.
     """
-    settings = read_settings(argv, os.environ if environ is None else environ)
+    settings = read_settings(argv, process_environment() if environ is None else environ)
     cores = read_machine().num_physical_cores if num_cores is None else num_cores
     return resolve(settings, cores, needs_model=needs_model)
+
+
+def process_environment() -> Mapping[str, str]:
+    """Give the environment of this process."""
+    return os.environ
 
 
 def resolve(settings: Settings, num_cores: int, *, needs_model: bool = True) -> Config:
@@ -145,10 +155,7 @@ def resolve(settings: Settings, num_cores: int, *, needs_model: bool = True) -> 
     model_dir = values["model"]
     if model_dir is None:
         if needs_model:
-            raise ConfigError(
-                "no model; give --model DIR or set GLM53_MODEL_DIR (make a small random one with "
-                "`glm53srv pack random --out DIR`)"
-            )
+            raise ConfigError(NO_MODEL_TEXT)
         model_dir = NO_MODEL
     threads = values["threads"]
     return Config(
@@ -224,9 +231,7 @@ def _api_keys(text: str | None) -> tuple[str, ...]:
     if text is not None and not keys:
         raise ConfigError("GLM53_API_KEY holds no key; set one, or leave it unset to serve without keys")
     if any(not 0x21 <= ord(char) <= 0x7E for key in keys for char in key):
-        raise ConfigError(
-            "GLM53_API_KEY may hold only visible ASCII characters; choose another key"
-        )
+        raise ConfigError("GLM53_API_KEY may hold only visible ASCII characters; choose another key")
     return keys
 
 

@@ -11,8 +11,8 @@ DOWNLOAD_OPTIONS: tuple[Option, ...] = (
         "GLM53_MODEL_REPO",
         "str",
         None,
-        "repository that serve fetches when the model directory has no config.json (default: none, nothing is "
-        "fetched; `glm53srv download` takes turboderp/GLM-5.3-Flash-exl3)",
+        "repository that serve fetches when the model directory has no config.json (default: none, and "
+        "nothing is fetched; `glm53srv download` takes turboderp/GLM-5.3-Flash-exl3)",
         "model",
     ),
     Option(
@@ -33,6 +33,6 @@ DOWNLOAD_OPTIONS: tuple[Option, ...] = (
         "1",
         "0: serve never fetches a model, and says what is missing",
         "model",
-        choices=("0", "1"),
+        choices=("1", "0"),
     ),
 )

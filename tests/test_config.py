@@ -163,5 +163,5 @@ def test_two_cores_stay_free_on_larger_machines() -> None:
     assert [default_threads(n) for n in (1, 2, 4, 8, 16)] == [1, 2, 4, 6, 14]
 
 
-def _values(config: Config) -> tuple[object, object, object]:
-    return config.engine, config.scheduler, config.server
+def _values(config: Config) -> tuple[object, object, object, object]:
+    return config.engine, config.scheduler, config.server, config.download

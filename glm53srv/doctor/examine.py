@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from glm53srv.config import Config, EngineConfig
 from glm53srv.doctor.findings import Finding, fatal, first_error, ok, warn
 from glm53srv.doctor.gpu import check_gpus
@@ -14,33 +16,36 @@ from glm53srv.doctor.processor import (
     check_processor,
     check_software,
 )
-from glm53srv.engine.factory import choose_engine
+from glm53srv.engine.factory import EngineChoice, choose_engine
 from glm53srv.errors import MachineError
 from glm53srv.machine import MachineFacts
 from glm53srv.model.config import MlpKind
 from glm53srv.model.weight_sizes import checkpoint_sizes
 from glm53srv.probe import Probe
 
+Chooser = Callable[[EngineConfig, MachineFacts], EngineChoice]
+"""Picks the engine, or raises MachineError."""
 
-def examine(config: Config, probe: Probe) -> list[Finding]:
+
+def examine(config: Config, probe: Probe, choose: Chooser = choose_engine) -> list[Finding]:
     """Check everything. Reads file headers, and of a large checkpoint up to a second's worth of data."""
-    return _examine(config, probe, is_whole=True)
+    return _examine(config, probe, choose, is_whole=True)
 
 
-def require_servable(config: Config, probe: Probe) -> None:
+def require_servable(config: Config, probe: Probe, choose: Chooser = choose_engine) -> None:
     """Raise the error of the first FATAL finding, if there is one.
 
     Leaves out what can only be a warning and takes time: the disk's speed, and a GPU that is not used.
     """
-    error = first_error(_examine(config, probe, is_whole=False))
+    error = first_error(_examine(config, probe, choose, is_whole=False))
     if error is not None:
         raise error
 
 
-def _examine(config: Config, probe: Probe, *, is_whole: bool) -> list[Finding]:
+def _examine(config: Config, probe: Probe, choose: Chooser, *, is_whole: bool) -> list[Finding]:
     machine = probe.facts()
-    engine, name = _check_engine(config.engine, machine)
-    needs_gpu = name == "cuda" or config.engine.engine == "cuda"
+    engine, name = _check_engine(config.engine, machine, choose)
+    needs_gpu = name == "cuda"
     found = [
         *check_software(probe, needs_gpu),
         *check_processor(config.engine, machine, needs_gpu),
@@ -71,10 +76,10 @@ def _examine(config: Config, probe: Probe, *, is_whole: bool) -> list[Finding]:
     ]
 
 
-def _check_engine(config: EngineConfig, machine: MachineFacts) -> tuple[Finding, str]:
+def _check_engine(config: EngineConfig, machine: MachineFacts, choose: Chooser) -> tuple[Finding, str]:
     """Give the finding and the engine's name, "" if none can run."""
     try:
-        choice = choose_engine(config, machine)
+        choice = choose(config, machine)
     except MachineError as error:
         return fatal("engine", error), ""
     text = f"{choice.name} ({choice.reason})"

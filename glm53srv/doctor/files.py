@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -67,8 +68,9 @@ def check_sizes(checkpoint: Checkpoint) -> Finding:
 def check_revision(model_dir: Path, wanted: str | None) -> list[Finding]:
     """Compare the commits that the download noted with each other, and with the one that was asked for.
 
-    The hub's library notes them in two places: as the name of a snapshot's folder, and beside a local folder
-    in .cache/huggingface/download/*.metadata, first line. Nothing noted: nothing is found.
+    `glm53srv download` notes it in .download/state.json. The hub's own library does so in the name of a
+    snapshot's folder, and in a local folder in .cache/huggingface/download/*.metadata, first line. Nothing
+    noted: nothing is found.
     """
     commits = read_commits(model_dir)
     if not commits:
@@ -89,6 +91,8 @@ def read_commits(model_dir: Path) -> set[str]:
     if resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name):
         return {resolved.name}
     commits = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not fetched by us
+        commits.add(str(json.loads((model_dir / ".download/state.json").read_bytes())["commit"]))
     for path in sorted(model_dir.glob(".cache/huggingface/download/*.metadata")):
         if not (model_dir / path.name.removesuffix(".metadata")).exists():
             continue  # the note of a file that was removed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glm53srv.config import Config, EngineConfig
+from glm53srv.config import NO_MODEL, NO_MODEL_TEXT, Config, EngineConfig
 from glm53srv.doctor.files import (
     FETCH,
     check_index,
@@ -15,7 +15,7 @@ from glm53srv.doctor.files import (
 )
 from glm53srv.doctor.findings import Finding, fatal, ok, warn
 from glm53srv.engine.factory import CPU_CHUNK_TOKENS
-from glm53srv.errors import CheckpointError, MachineError
+from glm53srv.errors import CheckpointError, ConfigError, MachineError
 from glm53srv.machine import GIB, MachineFacts
 from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import ModelConfig, load_model_config
@@ -56,6 +56,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
 def check_model(config: Config) -> tuple[list[Finding], OpenedModel | None]:
     """Check files and tensors."""
     model_dir = config.engine.model_dir
+    if model_dir == NO_MODEL:
+        return [fatal("checkpoint", ConfigError(NO_MODEL_TEXT))], None
     try:
         opened = open_model(config.engine)
     except CheckpointError as error:

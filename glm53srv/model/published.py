@@ -1,7 +1,7 @@
 """The published model, GLM-5.3-Flash at 3.05 bits per weight, as numbers: for planning without its files.
 
 Dimensions: config.json of zai-org/GLM-5.3-Flash. Storage: the tensor table of turboderp/GLM-5.3-Flash-exl3,
-branch 3.05bpw, the revision below. Nothing that is served reads this file.
+branch 3.05bpw, at download.PUBLISHED_REVISION. Nothing that is served reads this file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from glm53srv.model.config import (
     MoeConfig,
     SamplingDefaults,
 )
-
-REVISION = "332ab457b709b7ba30dd9a448be5de03b80a7ac9"
-"""Commit of branch 3.05bpw that everything here was read from."""
 
 _NUM_LAYERS = 45
 _FULL_ATTENTION = range(3, _NUM_LAYERS, 4)

@@ -161,10 +161,10 @@ def plan_server(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
     left = PlanLine("left for experts", max(free, 0), Basis.COMPUTED, "the first line less those below it")
     problems: list[str] = []
     notes: list[str] = []
+    slots: VramPlan | None = None
     try:
         slots = plan_vram(geometry, free, demand.mode, demand.vram)
     except MachineError:
-        slots = None
         need = demand.vram.reserve_bytes(demand.mode) + 32 * geometry.expert_bytes
         problems.append(f"VRAM: {(need - free) / GIB:.2f} GiB short of the reserve and the smallest cache")
         lines: tuple[PlanLine, ...] = (total, *vram, left)
@@ -229,7 +229,7 @@ def _fixed_vram(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
         ),
     ]
     if not room.is_vram_free:
-        why = "what the driver kept of a 24 GB card in the same run"
+        why = "what the driver kept of a 24 GB card in a published run"
         lines.insert(0, PlanLine("driver", DRIVER_BYTES, Basis.PUBLISHED, why))
     return lines
 
@@ -256,13 +256,17 @@ def _slot_notes(slots: VramPlan, geometry: ExpertGeometry, needed: int) -> list[
             f"a prefill stages only {slots.stage_slots} of a layer's {geometry.num_experts} experts at once: "
             "long prompts are read more slowly"
         )
-    lent = slots.activation_slots * geometry.expert_bytes
-    if needed > lent:
+    there = slots.activation_slots * geometry.expert_bytes + _line_bytes(slots, "left over")
+    if needed > there:
         notes.append(
-            f"a prefill chunk may need {needed / GIB:.1f} GiB and can borrow {lent / GIB:.1f}: use a smaller "
-            "-chunk_size if a long prompt runs out of memory"
+            f"a prefill chunk may need {needed / GIB:.1f} GiB, {there / GIB:.1f} are there beside the reserve; "
+            "use a smaller -chunk_size if a long prompt runs out of memory"
         )
     return notes
+
+
+def _line_bytes(slots: VramPlan, name: str) -> int:
+    return next(line.num_bytes for line in slots.lines if line.name == name)
 
 
 def _ram(weights: WeightSizes, geometry: ExpertGeometry, room: Room) -> list[PlanLine]:
