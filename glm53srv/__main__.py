@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from glm53srv import __version__
-from glm53srv.errors import ConfigError, Glm53Error
+from glm53srv.errors import CheckpointError, ConfigError, Glm53Error
 from glm53srv.options import closest_hint
 from glm53srv.probe import LocalProbe, Probe
 
@@ -156,7 +156,12 @@ def _pack(argv: Sequence[str]) -> int:
     if not seed.isdigit():
         raise ConfigError(f"--seed is {seed!r}, must be a whole number from 0")
     out_dir = Path(flags["--out"]).expanduser()
-    pack_random_model(out_dir, int(seed), ProgressLine(sys.stderr, label="packing"))
+    try:
+        pack_random_model(out_dir, int(seed), ProgressLine(sys.stderr, label="packing"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{out_dir} cannot be written: {error.strerror or error}; name another directory with --out"
+        ) from error
     print(f"{out_dir}: a small random model; it speaks nonsense, and is for trying the server only")
     return 0
 

@@ -7,7 +7,7 @@ import platform
 from glm53srv import __version__
 from glm53srv.config import EngineConfig
 from glm53srv.doctor.findings import Finding, fatal, ok, warn
-from glm53srv.errors import MachineError
+from glm53srv.errors import ConfigError, MachineError
 from glm53srv.machine import GIB, MachineFacts
 from glm53srv.native_library import CpuFeatures, Isa
 from glm53srv.offload.cost import CPU_EXPERT_MS_22_THREADS, ZERO_COPY_MS
@@ -68,15 +68,21 @@ def check_processor(config: EngineConfig, machine: MachineFacts, needs_gpu: bool
     if config.threads > machine.num_cores:
         text = f"{config.threads} threads on {machine.num_cores} logical CPUs wait for each other"
         found.append(warn("threads", text, f"use --threads {machine.num_physical_cores}"))
-    if needs_gpu and config.mode == "fast":
-        found += _check_crew(config, machine)
-    return found
+    return found + _check_crew(config, machine, needs_gpu)
 
 
-def _check_crew(config: EngineConfig, machine: MachineFacts) -> list[Finding]:
-    """Say so where the CPU is too slow to help the GPU; the cost model then sends it little or nothing."""
+def _check_crew(config: EngineConfig, machine: MachineFacts, needs_gpu: bool) -> list[Finding]:
+    """Check the expert workers' CPUs, and say so where they are too slow to help a GPU.
+
+    The cost model then sends them little or nothing.
+    """
     given = config.offload
-    threads = choose_threads(given.ct_threads, choose_cpus(given.ct_cpus, machine))
+    try:
+        threads = choose_threads(given.ct_threads, choose_cpus(given.ct_cpus, machine))
+    except ConfigError as error:
+        return [fatal("expert workers", error, "use GLM53_CT_CPUS=auto")]
+    if not needs_gpu or config.mode != "fast":
+        return []
     expert_ms = given.ct_b_ms or CPU_EXPERT_MS_22_THREADS * 22 / threads
     link_ms = given.ct_tzc_ms or ZERO_COPY_MS
     if expert_ms < link_ms:

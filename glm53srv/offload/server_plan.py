@@ -259,8 +259,8 @@ def _slot_notes(slots: VramPlan, geometry: ExpertGeometry, needed: int) -> list[
     there = slots.activation_slots * geometry.expert_bytes + _line_bytes(slots, "left over")
     if needed > there:
         notes.append(
-            f"a prefill chunk may need {needed / GIB:.1f} GiB, {there / GIB:.1f} are there beside the reserve; "
-            "use a smaller -chunk_size if a long prompt runs out of memory"
+            f"a prefill chunk may need {needed / GIB:.1f} GiB, {there / GIB:.1f} are left beside the "
+            "reserve; use a smaller -chunk_size if a long prompt runs out of memory"
         )
     return notes
 
