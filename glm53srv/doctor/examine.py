@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from glm53srv.config import Config, EngineConfig
-from glm53srv.doctor.findings import Finding, fatal, first_error, ok, warn
+from glm53srv.doctor.findings import Finding, first_error, ok, warn, wrap
 from glm53srv.doctor.gpu import check_gpus
 from glm53srv.doctor.model import LARGE_BYTES, check_disk, check_memory, check_model, cpu_plan
 from glm53srv.doctor.network import check_port, check_tls
+from glm53srv.doctor.plan import check_gpu_memory
 from glm53srv.doctor.processor import (
     check_huge_pages,
     check_kernels,
@@ -18,6 +19,7 @@ from glm53srv.doctor.processor import (
 )
 from glm53srv.engine.factory import EngineChoice, choose_engine
 from glm53srv.errors import MachineError
+from glm53srv.gpu_facts import GpuReport
 from glm53srv.machine import MachineFacts
 from glm53srv.model.config import MlpKind
 from glm53srv.model.weight_sizes import checkpoint_sizes
@@ -52,8 +54,9 @@ def _examine(config: Config, probe: Probe, choose: Chooser, *, is_whole: bool) -
         check_kernels(config.engine, probe, machine, needs_gpu),
         engine,
     ]
+    gpus = probe.gpus() if is_whole or needs_gpu else GpuReport()
     if is_whole or needs_gpu:
-        found += check_gpus(probe.gpus(), machine, needs_gpu)
+        found += check_gpus(gpus, machine, needs_gpu)
     files, opened = check_model(config)
     found += files
     pinned_bytes = 0
@@ -62,6 +65,8 @@ def _examine(config: Config, probe: Probe, choose: Chooser, *, is_whole: bool) -
             sizes = checkpoint_sizes(opened.config, opened.checkpoint)
             num_layers = opened.config.mlp_kinds.count(MlpKind.SPARSE)
             pinned_bytes = sizes.expert * num_layers * opened.config.moe.num_experts
+            if gpus.gpus:
+                found.append(check_gpu_memory(config, probe))
         else:
             found.append(check_memory(cpu_plan(config.engine, opened.config, opened.weight_bytes), machine))
         if is_whole:
@@ -81,7 +86,7 @@ def _check_engine(config: EngineConfig, machine: MachineFacts, choose: Chooser) 
     try:
         choice = choose(config, machine)
     except MachineError as error:
-        return fatal("engine", error), ""
+        return wrap("engine", error), ""
     text = f"{choice.name} ({choice.reason})"
     if machine.nvidia_devices and config.engine == "auto" and choice.name == "cpu":
         return warn("engine", text, "nothing: the CPU engine serves"), choice.name

@@ -41,17 +41,22 @@ def warn(name: str, text: str, remedy: str) -> Finding:
     return Finding(name, Severity.WARNING, text, remedy)
 
 
-def fatal(name: str, error: Glm53Error, remedy: str = "") -> Finding:
-    """Wrap an error that stops the server.
+def fatal(name: str, error: Glm53Error, remedy: str) -> Finding:
+    """Give a finding that stops the server; the error it raises says the remedy too."""
+    return Finding(name, Severity.FATAL, str(error), remedy, type(error)(f"{error}; {remedy}"))
 
-    Errors of this package end in what to do, after a semicolon; one that does not gets `remedy`, in the error
-    too.
+
+def wrap(name: str, error: Glm53Error, otherwise: str = "") -> Finding:
+    """Make a fatal finding of an error that says what to do after its last semicolon.
+
+    otherwise: the remedy for one that does not.
     """
-    text, semicolon, told = str(error).rpartition("; ")
-    if semicolon:
-        return Finding(name, Severity.FATAL, text, told, error)
-    whole = type(error)(f"{error}; {remedy}") if remedy else error
-    return Finding(name, Severity.FATAL, str(error), remedy, whole)
+    text, semicolon, remedy = str(error).rpartition("; ")
+    if not semicolon:
+        return (
+            fatal(name, error, otherwise) if otherwise else Finding(name, Severity.FATAL, remedy, "", error)
+        )
+    return Finding(name, Severity.FATAL, text, remedy, error)
 
 
 def first_error(findings: Sequence[Finding]) -> Glm53Error | None:

@@ -13,7 +13,7 @@ from glm53srv.doctor.files import (
     check_sizes,
     largest_file,
 )
-from glm53srv.doctor.findings import Finding, fatal, ok, warn
+from glm53srv.doctor.findings import Finding, ok, warn, wrap
 from glm53srv.engine.factory import CPU_CHUNK_TOKENS
 from glm53srv.errors import CheckpointError, ConfigError, MachineError
 from glm53srv.machine import GIB, MachineFacts
@@ -57,11 +57,11 @@ def check_model(config: Config) -> tuple[list[Finding], OpenedModel | None]:
     """Check files and tensors."""
     model_dir = config.engine.model_dir
     if model_dir == NO_MODEL:
-        return [fatal("checkpoint", ConfigError(NO_MODEL_TEXT))], None
+        return [wrap("checkpoint", ConfigError(NO_MODEL_TEXT))], None
     try:
         opened = open_model(config.engine)
     except CheckpointError as error:
-        return [fatal("checkpoint", error, FETCH)], None
+        return [wrap("checkpoint", error, FETCH)], None
     kind = "random weights, it speaks nonsense"
     if not opened.config.is_random:
         kind = f"{opened.config.num_layers} layers"
@@ -97,7 +97,7 @@ def check_memory(plan: MemoryPlan, machine: MachineFacts) -> Finding:
         f"too little memory: {parts} = {plan.total_bytes / GIB:.1f} GiB, usable {usable}; free some, "
         "use a smaller --cache-tokens (`glm53srv doctor --plan` names the largest), or a smaller checkpoint"
     )
-    return fatal("memory", MachineError(text))
+    return wrap("memory", MachineError(text))
 
 
 def check_disk(opened: OpenedModel, probe: Probe) -> list[Finding]:

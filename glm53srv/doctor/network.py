@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from glm53srv.config import ServerConfig
-from glm53srv.doctor.findings import Finding, fatal, ok
+from glm53srv.doctor.findings import Finding, fatal, ok, wrap
 from glm53srv.errors import ConfigError
 from glm53srv.listener import close_socket, open_socket
 
@@ -31,7 +31,7 @@ def check_port(config: ServerConfig) -> Finding:
     try:
         close_socket(open_socket(config), config)
     except ConfigError as error:
-        return fatal("port", error)
+        return wrap("port", error)
     where = f"{config.host}:{config.port}" if config.port else f"{config.host}, a free port"
     if config.unix_socket is not None:
         where = str(config.unix_socket)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from glm53srv.config import Config
+from glm53srv.doctor.findings import Finding, fatal, ok
 from glm53srv.doctor.model import cpu_plan, open_model
 from glm53srv.engine.factory import CPU_CHUNK_TOKENS
 from glm53srv.errors import CheckpointError, ConfigError, MachineError
@@ -134,6 +135,15 @@ def make_plan(config: Config, probe: Probe, flags: PlanFlags) -> PlanReport:
     if flags.vram_gib is None and (not gpus or config.engine.engine == "cpu"):
         return _plan_cpu(config, probe, flags, subject)
     return _plan_gpu(config, _room(probe, flags), subject)
+
+
+def check_gpu_memory(config: Config, probe: Probe) -> Finding:
+    """Compare what a server with a GPU takes with what is free now. The checkpoint must have been checked."""
+    plan = _plan_gpu(config, _room(probe, PlanFlags()), _subject(config))
+    if plan.problems:
+        text, _, remedy = plan.verdict.partition(": ")
+        return fatal("gpu memory", MachineError(f"{text}: {', '.join(plan.problems)}"), remedy)
+    return ok("gpu memory", f"{plan.slots} experts in VRAM; {plan.verdict}")
 
 
 def _subject(config: Config) -> _Subject:

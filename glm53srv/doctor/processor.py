@@ -6,7 +6,7 @@ import platform
 
 from glm53srv import __version__
 from glm53srv.config import EngineConfig
-from glm53srv.doctor.findings import Finding, fatal, ok, warn
+from glm53srv.doctor.findings import Finding, fatal, ok, warn, wrap
 from glm53srv.errors import ConfigError, MachineError
 from glm53srv.machine import GIB, MachineFacts
 from glm53srv.native_library import CpuFeatures, Isa
@@ -29,8 +29,11 @@ def check_software(probe: Probe, needs_gpu: bool) -> list[Finding]:
     versions = ", ".join(f"{name} {version}" for name, version in found.items() if version is not None)
     text = f"glm53srv {__version__}, Python {platform.python_version()}, {versions}"
     if missing:
-        error = MachineError(f"packages are not installed: {', '.join(missing)}; pip install glm53srv again")
-        return [fatal("software", error), *_check_gpu_packages(probe, needs_gpu)]
+        error = MachineError(f"packages are not installed: {', '.join(missing)}")
+        return [
+            fatal("software", error, "pip install glm53srv again"),
+            *_check_gpu_packages(probe, needs_gpu),
+        ]
     return [ok("software", text), *_check_gpu_packages(probe, needs_gpu)]
 
 
@@ -39,7 +42,7 @@ def _check_gpu_packages(probe: Probe, needs_gpu: bool) -> list[Finding]:
     missing = [name for name, version in found.items() if version is None]
     text = ", ".join(f"{name} {version}" for name, version in found.items() if version is not None)
     if missing:
-        lack = f"{', '.join(missing)} not installed" + (f"; there is {text}" if text else "")
+        lack = f"{', '.join(missing)} not installed" + (f", there is {text}" if text else "")
         if needs_gpu:
             return [fatal("gpu software", MachineError(f"{lack}: a GPU needs them"), INSTALL)]
         return [ok("gpu software", f"{lack}; the CPU engine needs none of them")]
@@ -99,17 +102,17 @@ def check_kernels(config: EngineConfig, probe: Probe, machine: MachineFacts, nee
     try:
         features = probe.features()
     except MachineError as error:
-        return fatal("kernels", error)
+        return wrap("kernels", error)
     tiers = ", ".join(isa.name.lower() for isa in features.isas)
     wanted = Isa[config.isa.upper()]
     if wanted is not Isa.AUTO and wanted not in features.isas:
-        text = f"--isa {config.isa}: this CPU or this build has only {tiers}; use --isa auto"
-        return fatal("kernels", MachineError(text))
+        text = f"--isa {config.isa}: this CPU or this build has only {tiers}"
+        return fatal("kernels", MachineError(text), "use --isa auto")
     lacking = [flag for flag in ("avx2", "fma", "f16c") if flag not in machine.cpu_flags]
     if max(features.isas) is Isa.SCALAR:
         why = f"the CPU has no {', '.join(lacking)}" if lacking else "this build has no AVX2 kernels"
         if needs_gpu and config.mode == "fast":
-            return fatal("kernels", MachineError(f"{why}: its expert workers need them; use --mode exact"))
+            return fatal("kernels", MachineError(f"{why}: its expert workers need them"), "use --mode exact")
         remedy = "use a CPU with AVX2, FMA and F16C" if lacking else "rebuild with python -m cffi_build"
         return warn("kernels", f"{why}: the scalar kernels are used, which are many times slower", remedy)
     return ok("kernels", f"{tiers}{_build_mode(features)}")
@@ -124,16 +127,16 @@ def check_memlock(machine: MachineFacts, pinned_bytes: int, needs_gpu: bool) -> 
     limit = machine.memlock_bytes
     if limit is None:
         return ok("memlock", "memory may be locked without limit")
-    text = f"{limit / GIB:.2f} GiB may be locked"
+    text = f"{_size(limit)} may be locked"
     if not needs_gpu:
         return ok("memlock", f"{text}; the CPU engine locks nothing")
     if limit >= pinned_bytes > 0:
-        return ok("memlock", f"{text}, {pinned_bytes / GIB:.1f} needed")
+        return ok("memlock", f"{text}, {_size(pinned_bytes)} needed")
     remedy = (
         "raise it: `ulimit -l unlimited`, LimitMEMLOCK=infinity in a systemd unit, or --ulimit memlock=-1 of "
         "a container"
     )
-    return fatal("memlock", MachineError(f"{text}, the experts need {pinned_bytes / GIB:.1f}"), remedy)
+    return fatal("memlock", MachineError(f"{text}, the experts need {_size(pinned_bytes)}"), remedy)
 
 
 def check_huge_pages(machine: MachineFacts, is_large: bool) -> Finding:
@@ -147,3 +150,7 @@ def check_huge_pages(machine: MachineFacts, is_large: bool) -> Finding:
         return ok("huge pages", text)
     remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
     return warn("huge pages", f"{text}: reading the experts costs more", remedy)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"

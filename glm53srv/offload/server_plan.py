@@ -176,7 +176,7 @@ def plan_server(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
     built_in = PlanLine("host memory", room.ram_bytes, *_whence(room.is_ram_usable, "usable on this machine"))
     if needed > room.ram_bytes:
         problems.append(
-            f"RAM: {needed / GIB:.1f} GiB needed, {room.ram_bytes / GIB:.1f} there; all experts lie in RAM"
+            f"RAM: {needed / GIB:.1f} GiB needed, {room.ram_bytes / GIB:.1f} there: all experts lie in RAM"
         )
     return ServerPlan(lines, (built_in, *ram), slots, tuple(problems), tuple(notes))
 
