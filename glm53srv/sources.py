@@ -113,7 +113,7 @@ def _read_file(named: str | None, environ: Mapping[str, str]) -> _Layer:
 
 def _toml_text(option: Option, value: object) -> str:
     """Write a value as a flag would have it; true and false are 1 and 0 where those are the choices."""
-    if isinstance(value, bool) and option.choices == ("0", "1"):
+    if isinstance(value, bool) and set(option.choices) == {"0", "1"}:
         return "1" if value else "0"
     return str(value)
 
