@@ -88,7 +88,7 @@ check_cuda() {
     if ! has "$nvcc"; then
         problem "nvcc of the CUDA 13 toolkit; install cuda-toolkit-13-0, then put /usr/local/cuda/bin on PATH or set CUDA_HOME"
     else
-        version=$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+        version=$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p' || true)
         [[ $version == 13 ]] || problem "nvcc 13, $nvcc is ${version:-of no known version}; install cuda-toolkit-13-0 and set CUDA_HOME=/usr/local/cuda-13.0"
     fi
     if ! has nvidia-smi; then
@@ -96,7 +96,7 @@ check_cuda() {
         problem "nvidia-smi, so no NVIDIA driver; install driver 580 or newer, or use --cpu (to build for another machine set TORCH_CUDA_ARCH_LIST)"
         return
     fi
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
     if [[ ! $driver =~ ^[0-9]+ ]]; then
         problem "an answer from the NVIDIA driver; nvidia-smi fails: reboot after a driver update, or reinstall it"
         return
