@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from glm53srv.errors import DownloadError
@@ -107,6 +107,8 @@ class Downloader:
         Raises DownloadError, one line that says what to do; what has come stays for the next run.
         """
         with self._owned_folder():
+            if (known := self._known_whole(source)) is not None:
+                return known
             self._progress(0.0, f"asking for {source.repo}")
             snapshot = self._hub.snapshot(source.repo, source.revision)
             wanted = [file for file in snapshot.files if not file.path.startswith(".")]
@@ -118,7 +120,8 @@ class Downloader:
             self._set_aside_config(wanted)
             missing = self._missing(snapshot, wanted)
             self._require_space(missing)
-            _write_state(self._work, snapshot)
+            sizes = {file.path: file.size for file in wanted}
+            _write_state(self._work, _State(snapshot.repo, snapshot.commit, sizes))
             fetched_bytes = self._fetch_all(snapshot, wanted, missing)
             for left in self._work.glob("*.part"):  # of other revisions
                 left.unlink()
@@ -145,6 +148,25 @@ class Downloader:
                 ) from error
             yield
 
+    def _known_whole(self, source: Source) -> Fetched | None:
+        """Tell without the hub that all is there: a machine that has its model starts without a network too.
+
+        Only for a commit; a branch may have moved. None when there is something to ask.
+        """
+        state = _read_state(self._work)
+        if (
+            self._is_verifying
+            or state is None
+            or (state.repo, state.commit) != (source.repo, source.revision)
+        ):
+            return None
+        if any(_size_of(self._folder / path) != size for path, size in state.sizes.items()):
+            return None
+        if not (self._folder / LAST_FILE).exists():
+            return None
+        self._progress(1.0, "whole")
+        return Fetched(state.commit, len(state.sizes), sum(state.sizes.values()), 0)
+
     def _set_aside_config(self, wanted: list[RemoteFile]) -> None:
         """Make a directory that is not whole say so: one with config.json counts as complete."""
         config = self._folder / LAST_FILE
@@ -158,7 +180,8 @@ class Downloader:
         The right size is enough for a large file that an earlier run brought from the same commit; any other
         file is compared by its hash.
         """
-        is_ours = _read_state(self._work) == (snapshot.repo, snapshot.commit)
+        state = _read_state(self._work)
+        is_ours = state is not None and (state.repo, state.commit) == (snapshot.repo, snapshot.commit)
         missing = []
         for file in wanted:
             path = self._folder / file.path
@@ -308,14 +331,21 @@ def _write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _read_state(work: Path) -> tuple[str, str] | None:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What state.json says: whose files lie, or are about to lie, in the directory. sizes: bytes, by path."""
+
+    repo: str
+    commit: str
+    sizes: dict[str, int]
+
+
+def _read_state(work: Path) -> _State | None:
     try:
-        state = json.loads((work / "state.json").read_text(encoding="utf-8"))
-        return str(state["repo"]), str(state["commit"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _State(**json.loads((work / "state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def _write_state(work: Path, snapshot: Snapshot) -> None:
-    text = json.dumps({"repo": snapshot.repo, "commit": snapshot.commit})
-    (work / "state.json").write_text(text + "\n", encoding="utf-8")
+def _write_state(work: Path, state: _State) -> None:
+    (work / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")

@@ -45,6 +45,7 @@ def run(
     progress: Progress | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     free_bytes: Callable[[Path], int] = lambda folder: 10**12,
+    source: Source = SOURCE,
 ) -> Fetched:
     downloader = Downloader(
         Hub(hub.url),
@@ -55,7 +56,7 @@ def run(
         clock=clock,
         free_bytes=free_bytes,
     )
-    return downloader.fetch(SOURCE)
+    return downloader.fetch(source)
 
 
 def laid(folder: Path) -> dict[str, bytes]:
@@ -80,6 +81,25 @@ def test_a_second_run_fetches_nothing(hub: HubStandIn, tmp_path: Path) -> None:
     hub.requests.clear()
     assert run(hub, tmp_path).fetched_bytes == 0
     assert hub.requests == []
+
+
+def test_a_pinned_model_that_is_whole_needs_no_hub(hub: HubStandIn, tmp_path: Path) -> None:
+    pinned = Source(REPO, COMMIT)
+    first = run(hub, tmp_path, source=pinned)
+    num_answers = hub.num_answers
+    again = run(hub, tmp_path, source=pinned)
+    assert (again.num_files, again.num_bytes, again.fetched_bytes) == (first.num_files, first.num_bytes, 0)
+    assert hub.num_answers == num_answers
+    (tmp_path / SHARD_NAME).write_bytes(SHARD[:-1])
+    assert run(hub, tmp_path, source=pinned).fetched_bytes == len(SHARD)  # a short file is noticed and mended
+    assert laid(tmp_path) == WANTED
+
+
+def test_a_branch_is_always_asked_for(hub: HubStandIn, tmp_path: Path) -> None:
+    run(hub, tmp_path)
+    num_answers = hub.num_answers
+    run(hub, tmp_path)
+    assert hub.num_answers == num_answers + 1
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
