@@ -116,11 +116,13 @@ class SampledToken:
 class StepStats:
     """Wall seconds of the two parts of a step, 0 for a part that was absent.
 
-    Source of the scheduler's cost model.
+    Source of the scheduler's cost model. layers_s: of each layer of the prefill slice, in order, or empty
+    from an engine that cannot tell them apart.
     """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    layers_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,25 @@ class ContractViolation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class FakeCosts:
-    """Seconds that a step reports (it does not take them)."""
+    """Seconds that a step reports (it does not take them).
+
+    slow_layers cost, instead of layer_token_s, slow_token_s at position 0 and slow_growth_s more with every
+    position of the chunk's start. tells_layers: report them one by one, not their sum alone.
+    """
 
     layer_token_s: float = 0.0
     decode_row_s: float = 0.0
+    slow_layers: tuple[int, ...] = ()
+    slow_token_s: float = 0.0
+    slow_growth_s: float = 0.0
+    tells_layers: bool = False
+
+    def layer_s(self, layer: int, piece: PrefillSlice) -> float:
+        """Give the seconds of one layer of a slice's chunk."""
+        token_s = self.layer_token_s
+        if layer in self.slow_layers:
+            token_s = self.slow_token_s + self.slow_growth_s * piece.start_position
+        return token_s * len(piece.token_ids)
 
 
 class StepGate:
@@ -274,11 +289,11 @@ class FakeEngine:
         return logits
 
     def _stats(self, plan: StepPlan) -> StepStats:
-        prefill_s = 0.0
-        if plan.prefill is not None:
-            num_layers = plan.prefill.layer_end - plan.prefill.layer_begin
-            prefill_s = self._costs.layer_token_s * num_layers * len(plan.prefill.token_ids)
-        return StepStats(prefill_s, self._costs.decode_row_s * len(plan.decode))
+        costs, piece = self._costs, plan.prefill
+        layers = range(0) if piece is None else range(piece.layer_begin, piece.layer_end)
+        layers_s = tuple(costs.layer_s(layer, piece) for layer in layers if piece is not None)
+        decode_s = costs.decode_row_s * len(plan.decode)
+        return StepStats(sum(layers_s), decode_s, layers_s if costs.tells_layers else ())
 
 
 class PagedMemory:
