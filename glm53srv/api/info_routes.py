@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from glm53srv import __version__
 from glm53srv.api.asgi import ClientGone, DisconnectWatch, read_body, send_json
+from glm53srv.api.generations import open_generations
 from glm53srv.api.plain_reader import PlainReader
 from glm53srv.api.routes import ApiContext
-from glm53srv.api.service import GenerationJob, open_generations
+from glm53srv.api.service import GenerationJob
 from glm53srv.api.wire import Fields, parse_body
 from glm53srv.config import Config
 from glm53srv.errors import RequestFailed
