@@ -13,9 +13,12 @@ gap, and no other sequence's prefill comes between them; decode rows of other se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from glm53srv.request import PromptLogprobs, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:  # numpy: not before the port is open
+    from glm53srv.offload.report import OffloadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,10 @@ class Engine(Protocol):
 
     @property
     def limits(self) -> EngineLimits: ...
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """The expert cache as of the last step, None without one. Alone in this, any thread may read it."""
 
     def warm_up(self) -> None:
         """Run every shape once, so that the first request is not slower than the second."""

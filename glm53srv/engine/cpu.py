@@ -47,7 +47,8 @@ from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.request import TokenLogprobs
 
 if TYPE_CHECKING:
-    from glm53srv.offload.device.simulated_gpu import OffloadOpener
+    from glm53srv.offload.device.opener import OffloadOpener
+    from glm53srv.offload.report import OffloadReport
 
 Progress = Callable[[float, str], None]
 
@@ -150,6 +151,10 @@ class CpuEngine:
     @property
     def limits(self) -> EngineLimits:
         return self._limits
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        return self._experts.report
 
     @property
     def is_random(self) -> bool:
@@ -370,7 +375,7 @@ def _opener(
 ) -> OffloadOpener | None:
     if options.offload is None:
         return None
-    from glm53srv.offload.device.simulated_gpu import OffloadOpener
+    from glm53srv.offload.device.opener import OffloadOpener
 
     return OffloadOpener(context, options.max_streams, options.offload, progress)
 

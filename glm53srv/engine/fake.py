@@ -31,6 +31,7 @@ from glm53srv.engine.base import (
 from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
+from glm53srv.offload.report import OffloadReport
 from glm53srv.request import TokenLogprobs
 
 SCRIPTED_LOGIT = 30.0
@@ -121,6 +122,7 @@ class FakeEngine:
     Sequences without a script get deterministic pseudo-random logits of their tokens.
     before_step: called on the engine thread with each plan; may block (StepGate) or raise. fail_at_step: the
     first step with this id or a later one raises EngineError. grammars: for constrained requests.
+    offload_report: what it tells of an expert cache.
     """
 
     def __init__(
@@ -132,8 +134,10 @@ class FakeEngine:
         fail_at_step: int | None = None,
         costs: FakeCosts | None = None,
         grammars: GrammarCompiler | None = None,
+        offload_report: OffloadReport | None = None,
     ) -> None:
         self._limits = limits
+        self._offload_report = offload_report
         self._scripts = {} if scripts is None else scripts
         self._before_step = before_step
         self._fail_at_step = fail_at_step
@@ -149,6 +153,10 @@ class FakeEngine:
     @property
     def limits(self) -> EngineLimits:
         return self._limits
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        return self._offload_report
 
     @property
     def used_slots(self) -> tuple[int, ...]:
