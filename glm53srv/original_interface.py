@@ -51,13 +51,13 @@ ORIGINAL_NAMES = (
 )
 
 WITHOUT_EFFECT = {
-    "GLM53_K_HCFUSE": "hyper-connections are always fused",
-    "GLM53_K_FTSPLIT": "there is one split",
+    "GLM53_K_HCFUSE": "there is no such switch",
+    "GLM53_K_FTSPLIT": "there is no such switch",
     "GLM53_K_OVL": "there is no such switch",
     "GLM53_TRITON_PIN": "that file belongs to the other server",
     "GLM53_EC": "the expert cache cannot be switched off",
     "GLM53_EC_WARM": "that file belongs to the other server",
-    "GLM53_EC_STAGE_MIN": "staging is decided by its cost",
+    "GLM53_EC_STAGE_MIN": "there is no such switch",
     "GLM53_ZC_VRAM": "there is one home for all experts",
     "GLM53_ZC_STATS": "that file belongs to the other server",
     "GLM53_MAX_RQ_TOKENS": "pages are given as a sequence grows",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from glm53srv.config import START_SCRIPT_ENV, read_settings
 from glm53srv.errors import CheckpointError, ConfigError, MachineError
 from glm53srv.options import OPTIONS
+from glm53srv.sources import START_SCRIPT_ENV, read_settings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
