@@ -77,13 +77,14 @@ def run() -> None:
 
 def _serve(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
-    from glm53srv.doctor.examine import require_servable
+    from glm53srv.doctor.examine import require_machine, require_servable
     from glm53srv.download_command import end_at_signals, fetch_if_missing
     from glm53srv.server import serve
 
     end_at_signals()
     config = load_config(argv, num_cores=probe.facts().num_physical_cores)
     set_up_logging(config.server.log_level)
+    require_machine(config, probe)  # before 125 GB are fetched for nothing
     if fetched := fetch_if_missing(config, sys.stderr):
         logging.getLogger(__name__).info("fetched %s", fetched)
     require_servable(config, probe)

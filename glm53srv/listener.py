@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
 from glm53srv.config import ServerConfig
 from glm53srv.errors import ConfigError
+from glm53srv.port_owner import port_owner
 
 
 def open_socket(config: ServerConfig) -> socket.socket:
@@ -27,8 +29,10 @@ def open_socket(config: ServerConfig) -> socket.socket:
         opened.listen(1024)
     except OSError as error:
         opened.close()
+        owner = port_owner(config.port) if error.errno == errno.EADDRINUSE else ""
+        taken = f"{error.strerror} ({owner})" if owner else error.strerror
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose with --port and --host"
+            f"cannot listen on {config.host}:{config.port}: {taken}; choose with --port and --host"
         ) from error
     return opened
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from glm53srv.__main__ import main
 from glm53srv.config import Config, load_config
 from glm53srv.doctor.examine import examine, require_servable
 from glm53srv.doctor.findings import Severity, as_json, report
@@ -39,7 +40,7 @@ def test_this_machine_can_serve_the_random_model(random_model_dir: Path) -> None
 def test_too_little_memory_is_fatal_and_says_what_is_needed(random_model_dir: Path) -> None:
     facts = machine(available_bytes=2**20, limit_bytes=None)
     assert severities(config_for(random_model_dir), facts)["memory"] is Severity.FATAL
-    with pytest.raises(MachineError, match=r"too little memory: .* GiB, usable 0.0; .*--cache-tokens"):
+    with pytest.raises(MachineError, match=r"too little memory: .* GiB, usable 0.0; free some, add some"):
         require_servable(config_for(random_model_dir), facts)
 
 
@@ -79,3 +80,24 @@ def test_more_threads_than_cores_is_a_warning(random_model_dir: Path) -> None:
     assert severities(config_for(random_model_dir, "--threads", "64"), machine(num_cores=2))["threads"] is (
         Severity.WARNING
     )
+
+
+def test_the_json_keeps_its_shape(random_model_dir: Path) -> None:
+    answer = as_json(examine(config_for(random_model_dir), machine(available_bytes=2**20, limit_bytes=None)))
+    assert list(answer) == ["schema", "ok", "exit_code", "findings"]
+    assert (answer["schema"], answer["ok"], answer["exit_code"]) == (1, False, MachineError.exit_code)
+    findings = answer["findings"]
+    assert isinstance(findings, list)
+    assert {tuple(finding) for finding in findings} == {("name", "severity", "text", "remedy")}
+    assert {finding["severity"] for finding in findings} <= {"ok", "warn", "fatal"}
+    names = [finding["name"] for finding in findings]
+    assert len(names) == len(set(names))
+    assert {"processor", "kernels", "ram", "engine", "gpu", "checkpoint", "files", "memory"} < set(names)
+    assert {"disk", "memlock", "huge pages", "port", "software", "gpu software"} < set(names)
+
+
+def test_doctor_without_a_model_checks_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--port", "0"]) == ConfigError.exit_code
+    out = capsys.readouterr().out
+    assert "fatal  checkpoint: no model; give --model DIR" in out
+    assert "   ok  kernels: " in out

@@ -1,11 +1,13 @@
-"""Checks of the port and the certificate."""
+"""Checks of what a server opens beside the model: port, certificate, file of the heat."""
 
 from __future__ import annotations
 
+import os
 import ssl
+from pathlib import Path
 
 from glm53srv.config import ServerConfig
-from glm53srv.doctor.findings import Finding, fatal, ok, wrap
+from glm53srv.doctor.findings import Finding, fatal, ok, warn, wrap
 from glm53srv.errors import ConfigError
 from glm53srv.listener import close_socket, open_socket
 
@@ -24,6 +26,16 @@ def check_tls(config: ServerConfig) -> list[Finding]:
         remedy = "name a PEM certificate chain and its own key without a password"
         return [fatal("tls", ConfigError(text), remedy)]
     return [ok("tls", f"certificate {config.tls_cert}")]
+
+
+def check_heat(path: Path | None) -> list[Finding]:
+    """Check that the experts' heat can be saved; without it a server runs all the same."""
+    if path is None:
+        return []
+    if os.access(path.parent, os.W_OK) and not path.is_dir():
+        return [ok("heat", f"kept in {path}")]
+    text = f"{path} cannot be written, so the next start begins cold"
+    return [warn("heat", text, "name a file in a directory of this user with GLM53_EC_HEAT")]
 
 
 def check_port(config: ServerConfig) -> Finding:

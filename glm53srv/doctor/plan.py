@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from glm53srv.config import Config
 from glm53srv.doctor.findings import Finding, fatal, ok
-from glm53srv.doctor.model import cpu_plan, open_model
+from glm53srv.doctor.model import cpu_plan, largest_cpu_cache, open_model
 from glm53srv.engine.factory import CPU_CHUNK_TOKENS
 from glm53srv.errors import CheckpointError, ConfigError, MachineError
 from glm53srv.flags import take_flags
@@ -242,13 +242,7 @@ def _plan_cpu(config: Config, probe: Probe, flags: PlanFlags, subject: _Subject)
         PlanLine("states", plan.state_bytes, computed, f"{engine.max_streams} streams, float32"),
         PlanLine("activations", plan.activation_bytes, Basis.ASSUMED, "estimate from above for one chunk"),
     )
-
-    def fits(cache_tokens: int) -> bool:
-        changed = replace(engine, cache_tokens=cache_tokens)
-        return cpu_plan(changed, subject.config, subject.weight_bytes).total_bytes <= room
-
-    most_pages = engine.max_streams * subject.config.max_context_tokens // PAGE_TOKENS
-    largest = largest_cache_tokens(fits, most_pages)
+    largest = largest_cpu_cache(engine, subject.config, subject.weight_bytes, room)
     problems: tuple[str, ...] = ()
     if plan.total_bytes > room:
         problems = (f"RAM: {plan.total_bytes / GIB:.1f} GiB needed, {room / GIB:.1f} there",)

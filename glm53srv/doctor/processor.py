@@ -11,7 +11,7 @@ from glm53srv.errors import ConfigError, MachineError
 from glm53srv.machine import GIB, MachineFacts
 from glm53srv.native_library import CpuFeatures, Isa
 from glm53srv.offload.cost import CPU_EXPERT_MS_22_THREADS, ZERO_COPY_MS
-from glm53srv.offload.device.cpus import choose_cpus, choose_threads
+from glm53srv.offload.device.cpus import choose_cpus, choose_threads, format_cpu_list
 from glm53srv.probe import Probe
 
 PACKAGES = ("numpy", "tokenizers", "starlette", "hypercorn", "uvloop", "orjson", "cffi", "llguidance")
@@ -60,7 +60,8 @@ def _check_gpu_packages(probe: Probe, needs_gpu: bool) -> list[Finding]:
 
 def check_processor(config: EngineConfig, machine: MachineFacts, needs_gpu: bool) -> list[Finding]:
     """Check cores, quota and threads."""
-    cores = f"{machine.num_physical_cores} physical cores, {machine.num_cores} logical CPUs usable"
+    cpus = f" ({format_cpu_list(machine.cpus)})" if machine.cpus else ""
+    cores = f"{machine.num_physical_cores} physical cores, {machine.num_cores} logical CPUs usable{cpus}"
     found = [ok("processor", f"{machine.cpu_model}, {cores}, {config.threads} threads")]
     quota = machine.cpu_quota
     if quota is not None and quota < config.threads:
@@ -120,6 +121,15 @@ def check_kernels(config: EngineConfig, probe: Probe, machine: MachineFacts, nee
 
 def _build_mode(features: CpuFeatures) -> str:
     return "" if features.mode == "api" else ", through cffi's ABI mode (no Python.h when they were built)"
+
+
+def check_ram(machine: MachineFacts) -> Finding:
+    """Tell how much memory there is, and what a control group leaves of it."""
+    limit = "no control group limit"
+    if machine.limit_bytes is not None:
+        limit = f"control group limit {machine.limit_bytes / GIB:.1f}"
+    total, available = machine.total_bytes / GIB, machine.available_bytes / GIB
+    return ok("ram", f"{total:.1f} GiB, {available:.1f} available, {limit}")
 
 
 def check_memlock(machine: MachineFacts, pinned_bytes: int, needs_gpu: bool) -> Finding:

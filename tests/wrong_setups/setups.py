@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -270,7 +271,7 @@ SETUPS = (
         "use GLM53_CT_CPUS=auto",
         variables(GLM53_CT_CPUS="65000"),
     ),
-    Setup("port in use", CONFIG, "cannot listen on", "choose with --port", take_port),
+    Setup("port in use", CONFIG, f"pid {os.getpid()})", "--port", take_port),
     Setup("foreign address", CONFIG, "cannot listen on", "--host", arguments("--host", "203.0.113.1")),
     Setup("socket is a file", CONFIG, "cannot listen on", "choose with --unix-socket", socket_is_a_file),
     Setup(
@@ -284,7 +285,7 @@ SETUPS = (
         "too much context",
         MACHINE,
         "too little memory",
-        "use a smaller --cache-tokens",
+        "use --cache-tokens",
         arguments("-cs", "100000000000"),
     ),
 )

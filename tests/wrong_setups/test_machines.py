@@ -11,7 +11,7 @@ import pytest
 
 from glm53srv.__main__ import main
 from glm53srv.config import Config, load_config
-from glm53srv.doctor.examine import examine, require_servable
+from glm53srv.doctor.examine import examine, require_machine, require_servable
 from glm53srv.doctor.findings import Finding, Severity, exit_code
 from glm53srv.doctor.model import check_disk, open_model
 from glm53srv.engine.factory import EngineChoice
@@ -206,7 +206,7 @@ WITHOUT_GPU = (
         "memory",
         FATAL,
         "(control group limit 8.0)",
-        "use a smaller --cache-tokens",
+        "use --cache-tokens ",
         lambda: PretendedProbe(server_machine(limit_bytes=8 * GIB)),
         ("-cs", "10000000"),
     ),
@@ -283,6 +283,15 @@ WITHOUT_GPU = (
         "exllamav3 1.4.6 is installed",
         "pip install exllamav3==1.5.1",
         lambda: dataclasses.replace(with_gpu(RTX_3090), versions={**GPU_VERSIONS, "exllamav3": "1.4.6"}),
+    ),
+    Case(
+        "heat in a directory that is not there",
+        "heat",
+        WARN,
+        "no/such/folder/heat.npz cannot be written",
+        "name a file in a directory of this user",
+        lambda: PretendedProbe(server_machine()),
+        ("--ec-heat", "no/such/folder/heat.npz"),
     ),
     Case(
         "a package is missing",
@@ -366,19 +375,50 @@ def test_serve_asks_no_slow_question_on_a_machine_without_a_gpu(random_model_dir
     require_servable(configure(random_model_dir), probe)
     assert probe.questions == []
     examine(configure(random_model_dir), probe)
-    assert probe.questions == ["gpus"]  # the disk is read for a large model only
+    assert probe.questions == ["gpus", "read_rate"]
+
+
+def test_the_cache_that_the_error_names_fits(random_model_dir: Path) -> None:
+    probe = PretendedProbe(server_machine(limit_bytes=GIB))
+    with pytest.raises(MachineError, match=r"use --cache-tokens \d+ \(-cs\)") as caught:
+        require_servable(configure(random_model_dir, "-cs", "10000000"), probe)
+    words = str(caught.value).split()
+    named = int(words[words.index("--cache-tokens") + 1])
+    assert named % 256 == 0
+    require_servable(configure(random_model_dir, "-cs", str(named)), probe)
+
+
+def test_a_hopeless_machine_is_told_before_a_model_is_fetched(tmp_path: Path) -> None:
+    require_machine(configure(tmp_path / "empty"), PretendedProbe(server_machine()))
+    with pytest.raises(MachineError, match="kernels are not built"):
+        require_machine(configure(tmp_path / "empty"), PretendedProbe(server_machine(), native=None))
+
+
+def test_a_model_that_serve_will_fetch_is_a_warning(tmp_path: Path) -> None:
+    words = ["--model", str(tmp_path / "empty"), "--port", "0", "--model-repo", "a/b"]
+    probe = PretendedProbe(server_machine())
+    findings = examine(load_config(words, {}, num_cores=24), probe)
+    (finding,) = [finding for finding in findings if finding.name == "checkpoint"]
+    assert finding.severity is WARN
+    assert finding.remedy == "serve fetches a/b first, `glm53srv download` does it now"
+    refused = examine(load_config([*words, "--model-download", "0"], {}, num_cores=24), probe)
+    assert exit_code(refused) == 3
 
 
 @pytest.mark.parametrize(
     ("rate", "severity", "text"),
-    [(2e9, Severity.OK, "50 s"), (1e8, Severity.WARNING, "1000 s"), (None, Severity.OK, "not be measured")],
+    [
+        (2e9, Severity.OK, "50.0 s"),
+        (1e8, Severity.WARNING, "1000.0 s"),
+        (None, Severity.OK, "cannot be measured"),
+    ],
 )
 def test_a_slow_disk_is_a_warning_for_a_large_model(
     random_model_dir: Path, rate: float | None, severity: Severity, text: str
 ) -> None:
     opened = dataclasses.replace(open_model(configure(random_model_dir).engine), weight_bytes=10**11)
     probe = dataclasses.replace(PretendedProbe(server_machine()), rate=rate)
-    (finding,) = check_disk(opened, probe)
+    finding = check_disk(opened, probe)
     assert finding.severity is severity
     assert text in finding.text
     assert bool(finding.remedy) == (severity is Severity.WARNING)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from glm53srv.__main__ import main
 from tests.wrong_setups.setups import CHECKPOINT, DOWNLOAD, SETUPS, Setup
 from tests.wrong_setups.workbench import Workbench, heed_permissions, make_workbench, run_glm53srv
 
@@ -32,6 +33,21 @@ def test_serve_ends_before_loading_with_one_line(setup: Setup, bench: Workbench)
     assert setup.remedy in lines[0]
     assert done.returncode == setup.exit_code
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "setup", [setup for setup in SETUPS if setup.exit_code == CHECKPOINT], ids=lambda setup: setup.name
+)
+def test_doctor_names_a_broken_checkpoint_as_serve_does(
+    setup: Setup, bench: Workbench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.break_it(bench)
+    assert main(["doctor", "--json", "--port", "0", "--model", str(bench.model_dir)]) == CHECKPOINT
+    answer = json.loads(capsys.readouterr().out)
+    (fatal,) = [finding for finding in answer["findings"] if finding["severity"] == "fatal"]
+    assert fatal["name"] == "checkpoint"
+    assert setup.problem in fatal["text"]
+    assert setup.remedy in fatal["remedy"]
 
 
 def test_an_unreadable_file_is_named(bench: Workbench) -> None:
