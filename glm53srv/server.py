@@ -46,7 +46,7 @@ async def serve(config: Config, terminal: TextIO) -> int:
         checkpoint_loader(config),
         scheduler_settings(config),
         drain_timeout_s=config.server.drain_timeout_s,
-        report=ProgressLine(terminal),
+        report=ProgressLine(terminal, tells_time_left=True),
         on_failure=lambda _: stop.set(),
     )
     app = create_app(lifecycle, config.server, info=describe_server(config))

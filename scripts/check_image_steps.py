@@ -23,6 +23,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -219,8 +220,10 @@ def machine_files(root: Path) -> Iterator[None]:
         (root / CERTIFICATES).unlink(missing_ok=True)
 
 
-def try_out(stage: Stage, port: int) -> None:
+def try_out(stage: Stage) -> None:
     """Start the image's entry point as its user, ask for its health and a chat, and end it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
     network = {"PORT": str(port), "GLM53_HOST": "127.0.0.1"}  # the chroot shares this machine's network
     started = time.perf_counter()
     log = (stage.root.parent / "server.log").open("w")
@@ -231,6 +234,8 @@ def try_out(stage: Stage, port: int) -> None:
             while subprocess.run(check, stdout=subprocess.DEVNULL).returncode != 0:
                 if server.poll() is not None or time.perf_counter() - started > START_TIMEOUT_S:
                     raise SystemExit(f"check_image_steps: the server did not become healthy, see {log.name}")
+            if server.poll() is not None:
+                raise SystemExit(f"check_image_steps: the server ended, another one answers on {port}")
             print(f"{time.perf_counter() - started:7.1f} s  HEALTHCHECK succeeds after the start", flush=True)
             _timed("a chat of 16 tokens", lambda: _chat(port))
             print(f"{_resident_bytes(server.pid) / 1e6:7.0f} MB resident", flush=True)
@@ -281,7 +286,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--base", type=Path, required=True, help="a debootstrap tree; it is copied")
     parser.add_argument("--work", type=Path, required=True, help="where the stages go; empty or absent")
     parser.add_argument("--target", default="cpu")
-    parser.add_argument("--port", type=int, default=30111)
     arguments = parser.parse_args(argv)
     if os.geteuid() != 0:
         raise SystemExit("check_image_steps: chroot and mount need root")
@@ -297,7 +301,7 @@ def main(argv: list[str]) -> int:
         f"{image_bytes / 1e6:7.0f} MB in the image: base tree {base_bytes / 1e6:.0f}, /opt/glm53srv "
         f"{program / 1e6:.0f}, distribution packages {(image_bytes - base_bytes - program) / 1e6:.0f}"
     )
-    try_out(last, arguments.port)
+    try_out(last)
     return 0
 
 

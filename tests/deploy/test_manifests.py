@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterable
 from configparser import RawConfigParser
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from glm53srv.config import load_config
 from glm53srv.errors import CheckpointError, ConfigError, MachineError
 from glm53srv.options import OPTIONS
-from glm53srv.sources import START_SCRIPT_ENV, read_settings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-KNOWN = {option.env for option in OPTIONS} | START_SCRIPT_ENV
 DRAIN_S = next(float(str(option.default)) for option in OPTIONS if option.name == "drain_timeout_s")
 
 
@@ -50,8 +50,9 @@ def pod() -> Any:
     return deployment["spec"]["template"]["spec"]
 
 
-def is_known(name: str) -> bool:
-    return not name.startswith("GLM53_") or name in KNOWN
+def require_known(names: Iterable[str]) -> None:
+    """An unknown variable would end the server; an empty one is not set."""
+    load_config(["--model", "m"], dict.fromkeys(names, ""))
 
 
 def test_the_unit_allows_pinned_memory_and_a_slow_start(service: dict[str, str]) -> None:
@@ -76,7 +77,12 @@ def test_the_unit_names_known_variables() -> None:
     pairs = [line.removeprefix("Environment=") for line in lines if line.startswith("Environment=")]
     environ = dict(pair.split("=", 1) for pair in pairs)
     assert environ["GLM53_ROOT"] == "/opt/glm53srv"
-    read_settings([], environ)  # an unknown one is an error
+    load_config([], environ)
+
+
+def test_a_variable_that_no_option_has_would_be_noticed() -> None:
+    with pytest.raises(ConfigError, match="GLM53_MODUS"):
+        require_known(["GLM53_MODUS"])
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -107,7 +113,7 @@ def test_compose_gives_the_gpu_pinned_memory_and_time_to_end(compose: Any) -> No
 def test_compose_listens_on_this_machine_only_and_names_known_variables(compose: Any) -> None:
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-        assert all(map(is_known, service.get("environment", {})))
+        require_known(service.get("environment", {}))
 
 
 def test_probes_use_the_routes_of_the_api(pod: Any) -> None:
@@ -132,7 +138,7 @@ def test_the_pod_is_guaranteed_a_gpu_and_not_root(pod: Any) -> None:
     assert pod["securityContext"]["runAsNonRoot"]
     for container in (server, *pod["initContainers"]):
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert all(is_known(item["name"]) for item in container.get("env", []))
+        require_known(item["name"] for item in container.get("env", []))
 
 
 def test_the_model_is_fetched_before_the_server_starts(pod: Any) -> None:
