@@ -122,12 +122,12 @@ def _read_environment(environ: Mapping[str, str]) -> _Layer:
     layer = _Layer("environment")
     for name, text in environ.items():
         option = _BY_ENV.get(name)
-        if text == "":  # an empty variable is an unset one, as compose files write it
-            continue
         if option is not None:
-            layer.set(option, text, name, name)
+            if text:  # an empty variable is an unset one, as compose files write it
+                layer.set(option, text, name, name)
         elif name in WITHOUT_EFFECT:
-            layer.ignore(name, text)
+            if text:
+                layer.ignore(name, text)
         elif name.startswith(ENV_PREFIX) and name not in (CONFIG_FILE_ENV, CPU_TIER_ENV, *START_SCRIPT_ENV):
             _refuse_variable(name)
     tier = environ.get(CPU_TIER_ENV, "")

@@ -63,6 +63,12 @@ def test_true_and_false_of_a_file_are_1_and_0(tmp_path: Path) -> None:
         configure(["--config", str(file)])
 
 
+def test_an_empty_variable_is_unset_but_its_name_must_be_known() -> None:
+    assert configure([], {"PORT": "", "GLM53_K_OVL": "", "GLM53_CPU_TIER": ""}) == configure([])
+    with pytest.raises(ConfigError, match="unknown environment variable GLM53_MODUS"):
+        configure([], {"GLM53_MODUS": ""})
+
+
 def test_an_empty_path_is_refused() -> None:
     with pytest.raises(ConfigError, match="--model is empty, must be a path"):
         load_config(["--model="], {})
