@@ -12,6 +12,7 @@
 
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
 failed; 6 the download; 1 anything else; 128 + n ended by signal n, before the port was open or a second time.
+doctor ends with the code that serve would end with.
 """
 
 from __future__ import annotations

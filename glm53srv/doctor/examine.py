@@ -99,7 +99,7 @@ def _check_room(
     sizes = checkpoint_sizes(opened.config, opened.checkpoint)
     num_layers = opened.config.mlp_kinds.count(MlpKind.SPARSE)
     pinned_bytes = sizes.expert * num_layers * opened.config.moe.num_experts
-    found = [check_gpu_memory(config, probe)] if gpus.gpus else []
+    found = [check_gpu_memory(config, probe, opened)] if gpus.gpus else []
     return [*found, check_memlock(machine, pinned_bytes, needs_gpu)]
 
 

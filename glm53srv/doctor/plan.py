@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from glm53srv.config import Config
 from glm53srv.doctor.findings import Finding, fatal, ok
-from glm53srv.doctor.model import cpu_plan, largest_cpu_cache, open_model
+from glm53srv.doctor.model import OpenedModel, cpu_plan, largest_cpu_cache, open_model
 from glm53srv.engine.factory import CPU_CHUNK_TOKENS
 from glm53srv.errors import CheckpointError, ConfigError, MachineError
 from glm53srv.flags import take_flags
@@ -120,7 +120,7 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The model that is planned for. weight_bytes: all tensors that are read. sizes: None if not wanted."""
+    """The model that is planned for. weight_bytes: all tensors that are read."""
 
     text: str
     config: ModelConfig
@@ -137,9 +137,9 @@ def make_plan(config: Config, probe: Probe, flags: PlanFlags) -> PlanReport:
     return _plan_gpu(config, _room(probe, flags), subject)
 
 
-def check_gpu_memory(config: Config, probe: Probe) -> Finding:
-    """Compare what a server with a GPU takes with what is free now. The checkpoint must have been checked."""
-    plan = _plan_gpu(config, _room(probe, PlanFlags()), _subject(config))
+def check_gpu_memory(config: Config, probe: Probe, opened: OpenedModel) -> Finding:
+    """Compare what a server with a GPU takes with what is free now."""
+    plan = _plan_gpu(config, _room(probe, PlanFlags()), _subject_of(config, opened))
     if plan.problems:
         text, _, remedy = plan.verdict.partition(": ")
         return fatal("gpu memory", MachineError(f"{text}: {', '.join(plan.problems)}"), remedy)
@@ -160,6 +160,10 @@ def _subject(config: Config) -> _Subject:
     except CheckpointError as error:
         hint = "or leave --model and GLM53_MODEL_DIR away to plan for the published model"
         raise CheckpointError(f"{error}, {hint}") from error
+    return _subject_of(config, opened)
+
+
+def _subject_of(config: Config, opened: OpenedModel) -> _Subject:
     sizes = checkpoint_sizes(opened.config, opened.checkpoint)
     return _Subject(str(config.engine.model_dir), opened.config, opened.weight_bytes, sizes)
 
@@ -219,7 +223,9 @@ def _plan_gpu(config: Config, room: Room, subject: _Subject) -> PlanReport:
         problems=plan.problems,
         notes=tuple(notes),
         largest_cache_tokens=largest,
-        verdict=_verdict(plan.problems, largest, is_cache_at_fault=plan.slots is None),
+        verdict=_verdict(
+            plan.problems, largest, is_cache_at_fault=plan.slots is None, ram_short=plan.ram_short_bytes
+        ),
     )
 
 
@@ -259,19 +265,21 @@ def _plan_cpu(config: Config, probe: Probe, flags: PlanFlags, subject: _Subject)
         problems=problems,
         notes=("no GPU was found or pretended; --vram 24 plans for one",),
         largest_cache_tokens=largest,
-        verdict=_verdict(problems, largest, is_cache_at_fault=bool(problems)),
+        verdict=_verdict(problems, largest, is_cache_at_fault=bool(problems), ram_short=0),
     )
 
 
-def _verdict(problems: Sequence[str], largest: int | None, *, is_cache_at_fault: bool) -> str:
+def _verdict(problems: Sequence[str], largest: int | None, *, is_cache_at_fault: bool, ram_short: int) -> str:
     if not problems:
         return f"fits; the largest cache that does is -cs {largest}"
-    if is_cache_at_fault and largest is not None:
-        advice = f"use -cs {largest}"
-        return f"does not fit: {advice}" if len(problems) == 1 else f"does not fit: {advice}, and add RAM"
+    advice = []
     if is_cache_at_fault:
-        return "does not fit with any -cs: use fewer streams, a smaller checkpoint, or a larger machine"
-    return "does not fit: add RAM, or use a checkpoint with fewer bits per weight"
+        smaller = "use fewer streams, a smaller checkpoint, or a larger machine"
+        advice.append(f"use -cs {largest}" if largest is not None else smaller)
+    if ram_short:
+        advice.append(f"add {math.ceil(ram_short / GIB)} GiB of RAM or free it")
+    hopeless = " with any -cs" if is_cache_at_fault and largest is None else ""
+    return f"does not fit{hopeless}: {', and '.join(advice)}"
 
 
 def _line_text(line: PlanLine) -> str:

@@ -99,7 +99,8 @@ class Room:
 class ServerPlan:
     """The result. slots: how VRAM for experts is divided, None if there is not even room for a chunk of them.
 
-    problems: one line each for what does not fit. notes: what fits but costs speed.
+    problems: one line each for what does not fit. notes: what fits but costs speed. ram_short_bytes: 0 if RAM
+    suffices.
     """
 
     vram: tuple[PlanLine, ...]
@@ -107,6 +108,7 @@ class ServerPlan:
     slots: VramPlan | None
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    ram_short_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -178,7 +180,8 @@ def plan_server(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
         problems.append(
             f"RAM: {needed / GIB:.1f} GiB needed, {room.ram_bytes / GIB:.1f} there: all experts lie in RAM"
         )
-    return ServerPlan(lines, (built_in, *ram), slots, tuple(problems), tuple(notes))
+    short = max(0, needed - room.ram_bytes)
+    return ServerPlan(lines, (built_in, *ram), slots, tuple(problems), tuple(notes), short)
 
 
 def largest_cache_tokens(fits: Callable[[int], bool], most_pages: int) -> int | None:

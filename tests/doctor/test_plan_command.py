@@ -54,7 +54,7 @@ def test_an_8_gb_control_group_is_not_enough(capsys: pytest.CaptureFixture[str])
     probe = with_gpu(RTX_3090, limit_bytes=8 * GIB)
     answer = run_json(capsys, probe=probe)
     assert answer["problems"] == ["RAM: 111.1 GiB needed, 8.0 there: all experts lie in RAM"]
-    assert answer["verdict"].startswith("does not fit: add RAM")
+    assert answer["verdict"] == "does not fit: add 104 GiB of RAM or free it"
     assert answer["exit_code"] == 4
 
 
