@@ -59,18 +59,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run() -> None:
-    """Entry point of the console script."""
-    raise SystemExit(main(sys.argv[1:]))
+    """Entry point of the console script, and the only place that changes what signals do to the process."""
+    argv = sys.argv[1:]
+    if argv[:1] in (["serve"], ["download"]):
+        from glm53srv.download_command import end_at_signals
+
+        end_at_signals()
+    raise SystemExit(main(argv))
 
 
 def _serve(argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
     from glm53srv.doctor import require_servable
-    from glm53srv.download_command import end_at_signals, fetch_if_missing
+    from glm53srv.download_command import fetch_if_missing
     from glm53srv.machine import read_machine
     from glm53srv.server import serve
 
-    end_at_signals()
     config = load_config(argv)
     set_up_logging(config.server.log_level)
     if fetched := fetch_if_missing(config, sys.stderr):
@@ -102,9 +106,8 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _download(argv: Sequence[str]) -> int:
-    from glm53srv.download_command import download_command, end_at_signals
+    from glm53srv.download_command import download_command
 
-    end_at_signals()
     set_up_logging("warning")
     print(download_command(argv, sys.stderr))
     return 0

@@ -207,6 +207,36 @@ def test_a_directory_that_lost_a_shard_is_not_complete_until_it_is_back(
     assert not (tmp_path / "config.json").exists()
 
 
+def test_a_directory_with_another_model_is_left_alone(hub: HubStandIn, tmp_path: Path) -> None:
+    mine = {"config.json": b"{}", "tokenizer.json": b"mine"}
+    for name, data in mine.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DownloadError, match="holds another model than maker/model: name another directory"):
+        run(hub, tmp_path)
+    assert laid(tmp_path) == mine
+
+
+def test_a_directory_of_another_repository_is_left_alone(hub: HubStandIn, tmp_path: Path) -> None:
+    run(hub, tmp_path)
+    state = tmp_path / ".download" / "state.json"
+    state.write_text(state.read_text().replace(REPO, "other/model"))
+    with pytest.raises(DownloadError, match="holds other/model, not maker/model"):
+        run(hub, tmp_path)
+    assert laid(tmp_path) == WANTED
+
+
+def test_files_that_came_by_other_means_are_hashed_and_kept(hub: HubStandIn, tmp_path: Path) -> None:
+    for name in ("config.json", SHARD_NAME):
+        (tmp_path / name).write_bytes(WANTED[name])
+    (tmp_path / "twin.safetensors").write_bytes(SHARD[::-1])
+    shown: list[str] = []
+    fetched = run(hub, tmp_path, progress=lambda fraction, stage: shown.append(stage))
+    assert laid(tmp_path) == WANTED
+    wrong_and_missing = ("twin.safetensors", "model-00002.safetensors", "config.json")
+    assert fetched.fetched_bytes == sum(len(WANTED[name]) for name in wrong_and_missing)
+    assert any(stage.startswith("checking 0.00 of 0.00 GB") for stage in shown)
+
+
 def test_too_little_space_is_said_before_anything_comes(hub: HubStandIn, tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match=r"has 0\.2 GB free, 0\.3 GB are needed: free some"):
         run(hub, tmp_path, free_bytes=lambda folder: 200_000_000)
