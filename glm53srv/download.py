@@ -41,7 +41,6 @@ NUM_WORKERS = 4
 MAX_FAILURES = 6
 """Attempts in a row that bring no new byte before a file is given up: about a minute with the pauses."""
 
-SAMPLE_S = 0.5
 _SPARE_BYTES = 2**28
 """Room that stays free on the disk beyond the files themselves."""
 
@@ -74,7 +73,8 @@ class Downloader:
     """Fetches one source into one directory. Built for one run; fetch() is called once.
 
     is_verifying: hash large files too, those that were there as well as those that came. pause: waits between
-    attempts of a file; seconds. clock: seconds, monotonic. free_bytes: what the file system of a folder has.
+    attempts of a file; seconds. clock: seconds, monotonic. sample_s: between two reports of progress.
+    free_bytes: what the file system of a folder has.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Downloader:
         progress: Progress | None = None,
         pause: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sample_s: float = 0.5,
         free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
         self._hub = hub
@@ -96,6 +97,7 @@ class Downloader:
         self._is_stopped = threading.Event()
         self._pause = pause or self._is_stopped.wait
         self._clock = clock
+        self._sample_s = sample_s
         self._free_bytes = free_bytes
 
     def fetch(self, source: Source) -> Fetched:
@@ -253,7 +255,7 @@ class Downloader:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="download")
         try:
             running = {workers.submit(self._fetch_file, snapshot, file, present) for file in first}
-            _follow(running, show)
+            _follow(running, show, self._sample_s)
             for file in missing:
                 if file.path == LAST_FILE:
                     self._fetch_file(snapshot, file, present)
@@ -297,7 +299,6 @@ class Downloader:
             for position, chunk in self._hub.read(snapshot, file, out.tell()):
                 if position != out.tell():  # the hub began anew
                     out.truncate(position)
-                    out.seek(position)
                 if position + len(chunk) > file.size:
                     out.truncate(0)
                     raise DownloadError(f"{file.path} is longer at the hub than its list of files says")
@@ -322,10 +323,10 @@ class Downloader:
         return self._work / f"{file.identity}.{zlib.crc32(file.path.encode()):08x}.part"
 
 
-def _follow(running: set[Future[None]], show: Callable[[], None]) -> None:
+def _follow(running: set[Future[None]], show: Callable[[], None], sample_s: float) -> None:
     """Show progress until all have ended; raises what the first failed one raised."""
     while running:
-        done, running = wait(running, timeout=SAMPLE_S, return_when=FIRST_EXCEPTION)
+        done, running = wait(running, timeout=sample_s, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
         show()

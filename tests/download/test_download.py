@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def run(
         progress=progress,
         pause=([] if pauses is None else pauses).append,
         clock=clock,
+        sample_s=0.01,
         free_bytes=free_bytes,
     )
     return downloader.fetch(source)
@@ -263,7 +265,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(hub: HubStandIn, tmp_pat
 def test_two_downloads_do_not_share_a_directory(hub: HubStandIn, tmp_path: Path) -> None:
     (tmp_path / ".download").mkdir()
     with (tmp_path / ".download" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         with pytest.raises(DownloadError, match=r"another download into .* is running"):
             run(hub, tmp_path)
 
@@ -347,9 +349,26 @@ def test_the_published_revision_is_pinned_and_another_repository_has_main() -> N
 
 
 def test_progress_never_falls_and_ends_at_one(hub: HubStandIn, tmp_path: Path) -> None:
-    hub.faults[SHARD_NAME] = [Fault(cut_at=300_000), Fault(ignores_range=True, cut_at=100_000)]
+    """The hub begins anew in the middle of a file, and is held up each time until progress was looked at."""
+    hub.files = {"config.json": b"{}", SHARD_NAME: SHARD}
+    looked = [threading.Event(), threading.Event()]
+    hub.faults[SHARD_NAME] = [
+        Fault(cut_at=300_000, hold=looked[0]),
+        Fault(ignores_range=True, cut_at=100_000, hold=looked[1]),
+    ]
     shown: list[tuple[float, str]] = []
-    run(hub, tmp_path, progress=lambda fraction, stage: shown.append((fraction, stage)))
+
+    def look(fraction: float, stage: str) -> None:
+        shown.append((fraction, stage))
+        if fraction > 0.3:
+            looked[0].set()
+        if len(hub.requests) == 2:
+            parts = (tmp_path / ".download").glob("*.part")
+            if any(part.stat().st_size == 100_000 for part in parts):
+                looked[1].set()
+
+    run(hub, tmp_path, progress=look)
+    assert all(event.is_set() for event in looked)
     fractions = [fraction for fraction, _ in shown]
     assert fractions == sorted(fractions)
     assert shown[-1] == (1.0, "whole")
