@@ -72,17 +72,21 @@ def main(argv: Sequence[str], probe: Probe | None = None) -> int:
 
 
 def run() -> None:
-    """Entry point of the console script."""
-    raise SystemExit(main(sys.argv[1:]))
+    """Entry point of the console script, and the only place that changes what signals do to the process."""
+    argv = sys.argv[1:]
+    if argv[:1] in (["serve"], ["download"]):
+        from glm53srv.download_command import end_at_signals
+
+        end_at_signals()
+    raise SystemExit(main(argv))
 
 
 def _serve(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
     from glm53srv.doctor.examine import require_machine, require_servable
-    from glm53srv.download_command import end_at_signals, fetch_if_missing
+    from glm53srv.download_command import fetch_if_missing
     from glm53srv.server import serve
 
-    end_at_signals()
     config = load_config(argv, num_cores=probe.facts().num_physical_cores)
     set_up_logging(config.server.log_level)
     require_machine(config, probe)  # before 125 GB are fetched for nothing
@@ -136,9 +140,8 @@ def _config(probe: Probe, argv: Sequence[str]) -> int:
 
 
 def _download(argv: Sequence[str]) -> int:
-    from glm53srv.download_command import download_command, end_at_signals
+    from glm53srv.download_command import download_command
 
-    end_at_signals()
     set_up_logging("warning")
     print(download_command(argv, sys.stderr))
     return 0

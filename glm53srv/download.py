@@ -10,10 +10,7 @@ DIR/<name>                        whole and checked; config.json comes last, so 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -21,11 +18,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from glm53srv.errors import DownloadError
 from glm53srv.hub import Hub, RemoteFile, Snapshot, TransferBroken
+from glm53srv.model_folder import FolderState, has_content, read_state, size_of, write_all, write_state
 from glm53srv.progress import Progress
 from glm53srv.transfer_rate import GB, TransferRate
 
@@ -43,8 +41,6 @@ NUM_WORKERS = 4
 MAX_FAILURES = 6
 """Attempts in a row that bring no new byte before a file is given up: about a minute with the pauses."""
 
-SAMPLE_S = 0.5
-_HASH_BYTES = 2**22
 _SPARE_BYTES = 2**28
 """Room that stays free on the disk beyond the files themselves."""
 
@@ -77,7 +73,8 @@ class Downloader:
     """Fetches one source into one directory. Built for one run; fetch() is called once.
 
     is_verifying: hash large files too, those that were there as well as those that came. pause: waits between
-    attempts of a file; seconds. clock: seconds, monotonic. free_bytes: what the file system of a folder has.
+    attempts of a file; seconds. clock: seconds, monotonic. sample_s: between two reports of progress.
+    free_bytes: what the file system of a folder has.
     """
 
     def __init__(
@@ -89,6 +86,7 @@ class Downloader:
         progress: Progress | None = None,
         pause: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sample_s: float = 0.5,
         free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
         self._hub = hub
@@ -99,6 +97,7 @@ class Downloader:
         self._is_stopped = threading.Event()
         self._pause = pause or self._is_stopped.wait
         self._clock = clock
+        self._sample_s = sample_s
         self._free_bytes = free_bytes
 
     def fetch(self, source: Source) -> Fetched:
@@ -117,11 +116,12 @@ class Downloader:
                     f"{source.repo} at {source.revision} holds no {LAST_FILE}: it is no model, name another "
                     "GLM53_MODEL_REVISION"
                 )
+            self._require_same_model(snapshot, wanted)
             self._set_aside_config(wanted)
             missing = self._missing(snapshot, wanted)
             self._require_space(missing)
             sizes = {file.path: file.size for file in wanted}
-            _write_state(self._work, _State(snapshot.repo, snapshot.commit, sizes))
+            write_state(self._work, FolderState(snapshot.repo, snapshot.commit, sizes))
             fetched_bytes = self._fetch_all(snapshot, wanted, missing)
             for left in self._work.glob("*.part"):  # of other revisions
                 left.unlink()
@@ -153,19 +153,37 @@ class Downloader:
 
         Only for a commit; a branch may have moved. None when there is something to ask.
         """
-        state = _read_state(self._work)
+        state = read_state(self._work)
         if (
             self._is_verifying
             or state is None
             or (state.repo, state.commit) != (source.repo, source.revision)
         ):
             return None
-        if any(_size_of(self._folder / path) != size for path, size in state.sizes.items()):
+        if any(size_of(self._folder / path) != size for path, size in state.sizes.items()):
             return None
         if not (self._folder / LAST_FILE).exists():
             return None
         self._progress(1.0, "whole")
         return Fetched(state.commit, len(state.sizes), sum(state.sizes.values()), 0)
+
+    def _require_same_model(self, snapshot: Snapshot, wanted: list[RemoteFile]) -> None:
+        """Refuse a directory that holds something else: completing it would replace somebody's files."""
+        state = read_state(self._work)
+        if state is not None:
+            if state.repo != snapshot.repo:
+                raise DownloadError(
+                    f"{self._folder} holds {state.repo}, not {snapshot.repo}: name another directory with "
+                    "--model"
+                )
+            return
+        config = self._folder / LAST_FILE
+        entry = next(file for file in wanted if file.path == LAST_FILE)
+        if config.exists() and not has_content(config, entry):
+            raise DownloadError(
+                f"{self._folder} holds another model than {snapshot.repo}: name another directory with "
+                "--model"
+            )
 
     def _set_aside_config(self, wanted: list[RemoteFile]) -> None:
         """Make a directory that is not whole say so: one with config.json counts as complete."""
@@ -180,25 +198,37 @@ class Downloader:
         The right size is enough for a large file that an earlier run brought from the same commit; any other
         file is compared by its hash.
         """
-        state = _read_state(self._work)
+        state = read_state(self._work)
         is_ours = state is not None and (state.repo, state.commit) == (snapshot.repo, snapshot.commit)
+        to_hash = [file for file in wanted if self._is_hashed(file, is_ours)]
+        rate = TransferRate(sum(file.size for file in to_hash), self._clock)
+        num_hashed = 0
+
+        def show(num_bytes: int) -> None:
+            nonlocal num_hashed
+            num_hashed += num_bytes
+            self._progress(0.0, f"checking {rate.text(num_hashed)}")
+
         missing = []
         for file in wanted:
             path = self._folder / file.path
             if not path.exists():
                 missing.append(file)
                 continue
-            is_hashed = self._is_verifying or not is_ours or file.sha256 is None
-            if is_hashed:
-                self._progress(0.0, f"checking {file.path}")
-            if path.stat().st_size != file.size or (is_hashed and not has_content(path, file)):
+            is_hashed = file in to_hash
+            if path.stat().st_size != file.size or (is_hashed and not has_content(path, file, show)):
                 logger.warning("%s differs from %s: it is fetched again", path, snapshot.repo)
                 path.unlink()
                 missing.append(file)
         return missing
 
+    def _is_hashed(self, file: RemoteFile, is_ours: bool) -> bool:
+        """Tell whether the file as it lies there is hashed; its size alone is always compared."""
+        is_there = (self._folder / file.path).exists()
+        return is_there and (self._is_verifying or not is_ours or file.sha256 is None)
+
     def _require_space(self, missing: list[RemoteFile]) -> None:
-        needed = sum(file.size - _size_of(self._part(file)) for file in missing)
+        needed = sum(file.size - size_of(self._part(file)) for file in missing)
         free = self._free_bytes(self._folder)
         if needed and needed + _SPARE_BYTES > free:
             raise DownloadError(
@@ -209,7 +239,7 @@ class Downloader:
     def _fetch_all(self, snapshot: Snapshot, wanted: list[RemoteFile], missing: list[RemoteFile]) -> int:
         """Fetch the missing files, config.json after all others; gives the bytes that came."""
         # One place per file, written by its worker alone and summed up here: no lock is needed.
-        present = {file.path: _size_of(self._part(file)) for file in missing}
+        present = {file.path: size_of(self._part(file)) for file in missing}
         before = sum(present.values())
         total = sum(file.size for file in wanted)
         kept = total - sum(file.size for file in missing)
@@ -225,7 +255,7 @@ class Downloader:
         workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="download")
         try:
             running = {workers.submit(self._fetch_file, snapshot, file, present) for file in first}
-            _follow(running, show)
+            _follow(running, show, self._sample_s)
             for file in missing:
                 if file.path == LAST_FILE:
                     self._fetch_file(snapshot, file, present)
@@ -239,8 +269,8 @@ class Downloader:
         """Bring one file, going on after broken connections, check it and put it in its place."""
         part = self._part(file)
         failures = 0
-        while _size_of(part) < file.size or not part.exists():
-            size_before = _size_of(part)
+        while size_of(part) < file.size or not part.exists():
+            size_before = size_of(part)
             try:
                 self._append(snapshot, file, part, present)
                 reason = "the hub sent less than the file's size"
@@ -252,14 +282,14 @@ class Downloader:
                 ) from error
             if self._is_stopped.is_set():
                 raise DownloadError("the download was stopped; run the same again to go on")
-            if _size_of(part) >= file.size and part.exists():
+            if size_of(part) >= file.size and part.exists():
                 break
-            failures = 0 if _size_of(part) > size_before else failures + 1
+            failures = 0 if size_of(part) > size_before else failures + 1
             if failures >= MAX_FAILURES:
                 raise DownloadError(
                     f"{file.path}: {reason}, {failures} times in a row; run the same again to go on"
                 )
-            logger.info("%s: %s, going on at %d bytes", file.path, reason, _size_of(part))
+            logger.info("%s: %s, going on at %d bytes", file.path, reason, size_of(part))
             self._pause(min(2.0**failures, 16.0))
         self._accept(file, part)
 
@@ -269,11 +299,10 @@ class Downloader:
             for position, chunk in self._hub.read(snapshot, file, out.tell()):
                 if position != out.tell():  # the hub began anew
                     out.truncate(position)
-                    out.seek(position)
                 if position + len(chunk) > file.size:
                     out.truncate(0)
                     raise DownloadError(f"{file.path} is longer at the hub than its list of files says")
-                _write_all(out.fileno(), chunk)
+                write_all(out.fileno(), chunk)
                 present[file.path] = position + len(chunk)
                 if self._is_stopped.is_set():
                     return
@@ -294,58 +323,10 @@ class Downloader:
         return self._work / f"{file.identity}.{zlib.crc32(file.path.encode()):08x}.part"
 
 
-def has_content(path: Path, file: RemoteFile) -> bool:
-    """Tell whether a file on disk is the one of the repository, by SHA-256 or git's hash of it."""
-    if path.stat().st_size != file.size:
-        return False
-    if file.sha256 is not None:
-        digest = hashlib.sha256()
-    else:
-        digest = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-    with path.open("rb") as content:
-        while piece := content.read(_HASH_BYTES):
-            digest.update(piece)
-    return digest.hexdigest() == file.identity
-
-
-def _follow(running: set[Future[None]], show: Callable[[], None]) -> None:
+def _follow(running: set[Future[None]], show: Callable[[], None], sample_s: float) -> None:
     """Show progress until all have ended; raises what the first failed one raised."""
     while running:
-        done, running = wait(running, timeout=SAMPLE_S, return_when=FIRST_EXCEPTION)
+        done, running = wait(running, timeout=sample_s, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
         show()
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Write all bytes; an unbuffered write may take only some of them."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What state.json says: whose files lie, or are about to lie, in the directory. sizes: bytes, by path."""
-
-    repo: str
-    commit: str
-    sizes: dict[str, int]
-
-
-def _read_state(work: Path) -> _State | None:
-    try:
-        return _State(**json.loads((work / "state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _write_state(work: Path, state: _State) -> None:
-    (work / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")

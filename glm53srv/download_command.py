@@ -59,7 +59,7 @@ def end_at_signals(exit_now: Callable[[int], None] = os._exit) -> None:
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        os.write(sys.stderr.fileno(), b"\nglm53srv: ended by a signal; run the same again to go on\n")
+        os.write(sys.stderr.fileno(), f"\nglm53srv: ended by {signal.Signals(number).name}\n".encode())
         exit_now(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def run(
         progress=progress,
         pause=([] if pauses is None else pauses).append,
         clock=clock,
+        sample_s=0.01,
         free_bytes=free_bytes,
     )
     return downloader.fetch(source)
@@ -207,6 +209,36 @@ def test_a_directory_that_lost_a_shard_is_not_complete_until_it_is_back(
     assert not (tmp_path / "config.json").exists()
 
 
+def test_a_directory_with_another_model_is_left_alone(hub: HubStandIn, tmp_path: Path) -> None:
+    mine = {"config.json": b"{}", "tokenizer.json": b"mine"}
+    for name, data in mine.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DownloadError, match="holds another model than maker/model: name another directory"):
+        run(hub, tmp_path)
+    assert laid(tmp_path) == mine
+
+
+def test_a_directory_of_another_repository_is_left_alone(hub: HubStandIn, tmp_path: Path) -> None:
+    run(hub, tmp_path)
+    state = tmp_path / ".download" / "state.json"
+    state.write_text(state.read_text().replace(REPO, "other/model"))
+    with pytest.raises(DownloadError, match="holds other/model, not maker/model"):
+        run(hub, tmp_path)
+    assert laid(tmp_path) == WANTED
+
+
+def test_files_that_came_by_other_means_are_hashed_and_kept(hub: HubStandIn, tmp_path: Path) -> None:
+    for name in ("config.json", SHARD_NAME):
+        (tmp_path / name).write_bytes(WANTED[name])
+    (tmp_path / "twin.safetensors").write_bytes(SHARD[::-1])
+    shown: list[str] = []
+    fetched = run(hub, tmp_path, progress=lambda fraction, stage: shown.append(stage))
+    assert laid(tmp_path) == WANTED
+    wrong_and_missing = ("twin.safetensors", "model-00002.safetensors", "config.json")
+    assert fetched.fetched_bytes == sum(len(WANTED[name]) for name in wrong_and_missing)
+    assert any(stage.startswith("checking 0.00 of 0.00 GB") for stage in shown)
+
+
 def test_too_little_space_is_said_before_anything_comes(hub: HubStandIn, tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match=r"has 0\.2 GB free, 0\.3 GB are needed: free some"):
         run(hub, tmp_path, free_bytes=lambda folder: 200_000_000)
@@ -233,7 +265,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(hub: HubStandIn, tmp_pat
 def test_two_downloads_do_not_share_a_directory(hub: HubStandIn, tmp_path: Path) -> None:
     (tmp_path / ".download").mkdir()
     with (tmp_path / ".download" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         with pytest.raises(DownloadError, match=r"another download into .* is running"):
             run(hub, tmp_path)
 
@@ -317,9 +349,26 @@ def test_the_published_revision_is_pinned_and_another_repository_has_main() -> N
 
 
 def test_progress_never_falls_and_ends_at_one(hub: HubStandIn, tmp_path: Path) -> None:
-    hub.faults[SHARD_NAME] = [Fault(cut_at=300_000), Fault(ignores_range=True, cut_at=100_000)]
+    """The hub begins anew in the middle of a file, and is held up each time until progress was looked at."""
+    hub.files = {"config.json": b"{}", SHARD_NAME: SHARD}
+    looked = [threading.Event(), threading.Event()]
+    hub.faults[SHARD_NAME] = [
+        Fault(cut_at=300_000, hold=looked[0]),
+        Fault(ignores_range=True, cut_at=100_000, hold=looked[1]),
+    ]
     shown: list[tuple[float, str]] = []
-    run(hub, tmp_path, progress=lambda fraction, stage: shown.append((fraction, stage)))
+
+    def look(fraction: float, stage: str) -> None:
+        shown.append((fraction, stage))
+        if fraction > 0.3:
+            looked[0].set()
+        if len(hub.requests) == 2:
+            parts = (tmp_path / ".download").glob("*.part")
+            if any(part.stat().st_size == 100_000 for part in parts):
+                looked[1].set()
+
+    run(hub, tmp_path, progress=look)
+    assert all(event.is_set() for event in looked)
     fractions = [fraction for fraction, _ in shown]
     assert fractions == sorted(fractions)
     assert shown[-1] == (1.0, "whole")
