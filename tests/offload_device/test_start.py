@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,19 +13,24 @@ import numpy as np
 import pytest
 
 from glm53srv.engine.cpu import CpuEngine, EngineOptions
+from glm53srv.kernels import KernelPool
 from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import load_model_config
 from glm53srv.model.fingerprint import routing_fingerprint
+from glm53srv.model.linear import KernelContext
 from glm53srv.model.pack import pack_random_model
 from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.heat_keeper import HeatOptions
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.device.simulated_gpu import SimulatedOffload
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.heat_file import load_heat, save_heat
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.vram_plan import VramOptions
 from tests.engine.plans import Driver, Stream
+from tests.offload_device.conftest import Model
 
 NUM_SLOTS = 48
 OPTIONS = OffloadOptions(
@@ -161,6 +167,17 @@ def test_costs_that_the_user_set_are_not_touched(random_model_dir: Path) -> None
         costs = talk(engine, 80).costs
     assert (costs.now.cpu_fixed_ms, costs.now.cpu_expert_ms, costs.now.zero_copy_ms) == (0.0, 0.4, 0.4)
     assert costs.sources["cpu_expert_ms"] == "set"
+
+
+def test_a_start_that_fails_leaves_no_thread_behind(arena: ExpertArena, model: Model) -> None:
+    def broken() -> float:
+        raise RuntimeError("no clock")
+
+    num_threads = len(os.listdir("/proc/self/task"))
+    options = replace(OPTIONS, calibrate_s=1.0, costs=CostOverrides(), crew_threads=2)
+    with KernelPool(1) as pool, pytest.raises(RuntimeError, match="no clock"):
+        SimulatedOffload(KernelContext(pool), model.config, arena, 4, options, clock=broken)
+    assert len(os.listdir("/proc/self/task")) == num_threads
 
 
 def test_experts_in_place_have_nothing_to_tell(random_model_dir: Path) -> None:

@@ -44,9 +44,13 @@ class OffloadOpener:
             progress=lambda part, stage: progress(FILL_BEGIN + FILL_SHARE * part, stage),
         )
         fingerprint = routing_fingerprint(checkpoint, config, sparse_layers(config))
-        self.offload = SimulatedOffload(
-            self._context, config, arena, self._max_rows, self._options, fingerprint=fingerprint
-        )
+        try:
+            self.offload = SimulatedOffload(
+                self._context, config, arena, self._max_rows, self._options, fingerprint=fingerprint
+            )
+        except BaseException:
+            arena.close()
+            raise
         return self.offload.layer
 
     def close(self) -> None:

@@ -93,13 +93,17 @@ class SimulatedOffload:
         self._mailbox = Mailbox(MailboxShape(self._rows, geometry.top_k, config.hidden_size))
         self._crew = self._hire(self._mailbox)
         self._hand_over_ms = 0.0
-        calibration = self._calibrate()
-        max_picks = self._rows * geometry.top_k
-        self._ledger = CostLedger(calibration, options.costs, max_picks, options.mode)
-        self._heat = HeatKeeper(options.heat, geometry, fingerprint)
-        self._warm_up()
         self._decode_began_s: float | None = None
-        self._report = self._describe()
+        self._heat = HeatKeeper(options.heat, geometry, fingerprint)
+        try:
+            calibration = self._calibrate()
+            max_picks = self._rows * geometry.top_k
+            self._ledger = CostLedger(calibration, options.costs, max_picks, options.mode)
+            self._fill_cache()
+            self._report = self._describe()
+        except BaseException:
+            self._crew.close()  # its threads would outlive what they read
+            raise
 
     @property
     def counts(self) -> OffloadCounts:
@@ -290,7 +294,7 @@ class SimulatedOffload:
             logger.info("offload %s", line)
         return found
 
-    def _warm_up(self) -> None:
+    def _fill_cache(self) -> None:
         """Fill the cache from the heat of an earlier run."""
         history = self._heat.load()
         if history is None:
