@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
 import threading
 import time
@@ -106,27 +107,33 @@ class Downloader:
         Raises DownloadError, one line that says what to do; what has come stays for the next run.
         """
         with self._owned_folder():
-            if (known := self._known_whole(source)) is not None:
-                return known
-            self._progress(0.0, f"asking for {source.repo}")
-            snapshot = self._hub.snapshot(source.repo, source.revision)
-            wanted = [file for file in snapshot.files if not file.path.startswith(".")]
-            if not any(file.path == LAST_FILE for file in wanted):
+            try:
+                return self._known_whole(source) or self._fetch(source)
+            except OSError as error:
                 raise DownloadError(
-                    f"{source.repo} at {source.revision} holds no {LAST_FILE}: it is no model, name another "
-                    "GLM53_MODEL_REVISION"
-                )
-            self._require_same_model(snapshot, wanted)
-            self._set_aside_config(wanted)
-            missing = self._missing(snapshot, wanted)
-            self._require_space(missing)
-            sizes = {file.path: file.size for file in wanted}
-            write_state(self._work, FolderState(snapshot.repo, snapshot.commit, sizes))
-            fetched_bytes = self._fetch_all(snapshot, wanted, missing)
-            for left in self._work.glob("*.part"):  # of other revisions
-                left.unlink()
-            self._progress(1.0, "whole")
-        return Fetched(snapshot.commit, len(wanted), sum(file.size for file in wanted), fetched_bytes)
+                    f"{error.filename or self._folder} cannot be read or written ({error.strerror}): mend "
+                    "that and run the same again to go on"
+                ) from error
+
+    def _fetch(self, source: Source) -> Fetched:
+        self._progress(0.0, f"asking for {source.repo}")
+        snapshot = self._hub.snapshot(source.repo, source.revision)
+        wanted = [file for file in snapshot.files if not file.path.startswith(".")]
+        if not any(file.path == LAST_FILE for file in wanted):
+            raise DownloadError(
+                f"{source.repo} at {source.revision} holds no {LAST_FILE}: it is no model, name another "
+                "GLM53_MODEL_REVISION"
+            )
+        self._require_same_model(snapshot, wanted)
+        missing = self._missing(snapshot, wanted)
+        self._require_space(missing)
+        sizes = {file.path: file.size for file in wanted}
+        write_state(self._work, FolderState(snapshot.repo, snapshot.commit, sizes))
+        fetched_bytes = self._fetch_all(snapshot, wanted, missing)
+        for left in self._work.glob("*.part"):  # of other revisions
+            left.unlink()
+        self._progress(1.0, "whole")
+        return Fetched(snapshot.commit, len(wanted), sum(sizes.values()), fetched_bytes)
 
     @contextmanager
     def _owned_folder(self) -> Iterator[None]:
@@ -185,18 +192,11 @@ class Downloader:
                 "--model"
             )
 
-    def _set_aside_config(self, wanted: list[RemoteFile]) -> None:
-        """Make a directory that is not whole say so: one with config.json counts as complete."""
-        config = self._folder / LAST_FILE
-        others = [self._folder / file.path for file in wanted if file.path != LAST_FILE]
-        if config.exists() and not all(path.exists() for path in others):
-            config.unlink()
-
     def _missing(self, snapshot: Snapshot, wanted: list[RemoteFile]) -> list[RemoteFile]:
         """Give the files that are not there as they should be; wrong ones are removed.
 
         The right size is enough for a large file that an earlier run brought from the same commit; any other
-        file is compared by its hash.
+        file is compared by its hash. config.json is missing if anything is: it means that all is there.
         """
         state = read_state(self._work)
         is_ours = state is not None and (state.repo, state.commit) == (snapshot.repo, snapshot.commit)
@@ -210,14 +210,16 @@ class Downloader:
             self._progress(0.0, f"checking {rate.text(num_hashed)}")
 
         missing = []
-        for file in wanted:
+        for file in sorted(wanted, key=lambda file: file.path == LAST_FILE):
             path = self._folder / file.path
             if not path.exists():
                 missing.append(file)
                 continue
             is_hashed = file in to_hash
-            if path.stat().st_size != file.size or (is_hashed and not has_content(path, file, show)):
+            is_wrong = path.stat().st_size != file.size or (is_hashed and not has_content(path, file, show))
+            if is_wrong:
                 logger.warning("%s differs from %s: it is fetched again", path, snapshot.repo)
+            if is_wrong or (missing and file.path == LAST_FILE):
                 path.unlink()
                 missing.append(file)
         return missing
@@ -276,10 +278,6 @@ class Downloader:
                 reason = "the hub sent less than the file's size"
             except TransferBroken as error:
                 reason = str(error)
-            except OSError as error:
-                raise DownloadError(
-                    f"{part} cannot be written ({error.strerror}): mend that and run the same again to go on"
-                ) from error
             if self._is_stopped.is_set():
                 raise DownloadError("the download was stopped; run the same again to go on")
             if size_of(part) >= file.size and part.exists():
@@ -314,6 +312,8 @@ class Downloader:
             raise DownloadError(
                 f"{file.path} came damaged (its hash is wrong); run the same to fetch it again"
             )
+        with part.open("rb") as whole:
+            os.fsync(whole.fileno())  # or a power cut leaves a file of the right size without its content
         target = self._folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         part.replace(target)

@@ -27,6 +27,7 @@ FILES = {
     "notes/empty.txt": b"",
     "twin.safetensors": SHARD,
 }
+CONFIG_BYTES = len(FILES["config.json"])
 SHARD_NAME = "model-00001.safetensors"
 SOURCE = Source(REPO, "main")
 
@@ -93,7 +94,9 @@ def test_a_pinned_model_that_is_whole_needs_no_hub(hub: HubStandIn, tmp_path: Pa
     assert (again.num_files, again.num_bytes, again.fetched_bytes) == (first.num_files, first.num_bytes, 0)
     assert hub.num_answers == num_answers
     (tmp_path / SHARD_NAME).write_bytes(SHARD[:-1])
-    assert run(hub, tmp_path, source=pinned).fetched_bytes == len(SHARD)  # a short file is noticed and mended
+    assert (
+        run(hub, tmp_path, source=pinned).fetched_bytes == len(SHARD) + CONFIG_BYTES
+    )  # a short file is noticed and mended
     assert laid(tmp_path) == WANTED
 
 
@@ -128,7 +131,7 @@ def test_the_next_run_goes_on_where_the_last_one_gave_up(hub: HubStandIn, tmp_pa
     fetched = run(hub, tmp_path)
     assert laid(tmp_path) == WANTED
     assert (SHARD_NAME, "bytes=300000-") in hub.requests
-    assert fetched.fetched_bytes >= len(SHARD) - 300_000 + len(FILES["config.json"])
+    assert fetched.fetched_bytes >= len(SHARD) - 300_000 + CONFIG_BYTES
     assert fetched.fetched_bytes < sum(map(len, WANTED.values()))
 
 
@@ -173,7 +176,7 @@ def test_verify_fetches_again_what_was_damaged_on_disk(hub: HubStandIn, tmp_path
     shard = tmp_path / SHARD_NAME
     shard.write_bytes(SHARD[:-1] + bytes([SHARD[-1] ^ 1]))
     assert run(hub, tmp_path).fetched_bytes == 0  # the size is right: only --verify looks further
-    assert run(hub, tmp_path, is_verifying=True).fetched_bytes == len(SHARD)
+    assert run(hub, tmp_path, is_verifying=True).fetched_bytes == len(SHARD) + CONFIG_BYTES
     assert laid(tmp_path) == WANTED
 
 
@@ -183,7 +186,7 @@ def test_files_of_another_commit_are_compared_by_hash(hub: HubStandIn, tmp_path:
     hub.files = {**FILES, SHARD_NAME: changed}
     hub.commit = "d" * 40
     fetched = run(hub, tmp_path)
-    assert fetched.fetched_bytes == len(SHARD)  # the other shards are the same in both commits
+    assert fetched.fetched_bytes == len(SHARD) + CONFIG_BYTES  # the other shards are the same in both commits
     assert laid(tmp_path)[SHARD_NAME] == changed
 
 
@@ -207,6 +210,24 @@ def test_a_directory_that_lost_a_shard_is_not_complete_until_it_is_back(
     with pytest.raises(DownloadError):
         run(hub, tmp_path)
     assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("damage", [SHARD[:-1], SHARD[1:] + b"!"])
+def test_a_directory_with_a_wrong_shard_is_not_complete_until_it_is_mended(
+    hub: HubStandIn, tmp_path: Path, damage: bytes
+) -> None:
+    run(hub, tmp_path)
+    (tmp_path / SHARD_NAME).write_bytes(damage)
+    hub.faults[SHARD_NAME] = [Fault(status=503)] * MAX_FAILURES
+    with pytest.raises(DownloadError):
+        run(hub, tmp_path, is_verifying=True)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_place_that_is_taken_is_one_line(hub: HubStandIn, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("a file where a directory must be")
+    with pytest.raises(DownloadError, match=r"notes cannot be read or written \(File exists\): mend that"):
+        run(hub, tmp_path)
 
 
 def test_a_directory_with_another_model_is_left_alone(hub: HubStandIn, tmp_path: Path) -> None:
