@@ -206,6 +206,9 @@ static void scores_at(const float *q, int32_t heads, const float *const *rows, i
     }
 }
 
+/* exp_ps takes a NaN for a very small number; here it must stay one. */
+INLINE __m256 exp_or_nan(__m256 x) { return _mm256_fmadd_ps(x, _mm256_setzero_ps(), exp_ps(x)); }
+
 static void softmax(float *x, int32_t count) {
     float most = x[0];
     for (int32_t i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
@@ -213,14 +216,14 @@ static void softmax(float *x, int32_t count) {
     __m256 sums = _mm256_setzero_ps();
     int32_t i = 0;
     for (; i + 8 <= count; i += 8) {
-        __m256 e = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(x + i), top));
+        __m256 e = exp_or_nan(_mm256_sub_ps(_mm256_loadu_ps(x + i), top));
         _mm256_storeu_ps(x + i, e);
         sums = _mm256_add_ps(sums, e);
     }
     float rest[8] = {0};
     if (i < count) {
         for (int32_t j = i; j < count; j++) rest[j - i] = x[j];
-        _mm256_storeu_ps(rest, exp_ps(_mm256_sub_ps(_mm256_loadu_ps(rest), top)));
+        _mm256_storeu_ps(rest, exp_or_nan(_mm256_sub_ps(_mm256_loadu_ps(rest), top)));
     }
     float sum = sum_lanes(sums);
     for (int32_t j = i; j < count; j++) {

@@ -210,6 +210,18 @@ def test_scores_that_are_no_numbers_show(pool: KernelPool) -> None:
     assert np.isnan(case.run(pool)).all()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 13, 70])
+@pytest.mark.parametrize("place", ["queries", "latents"])
+def test_a_query_or_token_that_is_no_number_shows(pool: KernelPool, num_tokens: int, place: str) -> None:
+    case = make_case(num_tokens, 1, num_tokens - 1, heads=5)
+    if place == "queries":
+        case.queries[0, :, 3] = np.nan
+    else:
+        token = num_tokens - 1
+        case.pages.latents[case.pages.page_ids[token // PAGE] * PAGE + token % PAGE, 3] = np.nan
+    assert np.isnan(case.run(pool, has_index=False)).all()
+
+
 def test_large_scores_do_not_overflow(pool: KernelPool) -> None:
     case = make_case(12, 4, 50)
     large = replace(case, queries=case.queries * np.float32(300))
