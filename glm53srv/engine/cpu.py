@@ -47,7 +47,8 @@ from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.request import TokenLogprobs
 
 if TYPE_CHECKING:
-    from glm53srv.offload.device.simulated_gpu import OffloadOpener
+    from glm53srv.offload.device.opener import OffloadOpener
+    from glm53srv.offload.report import OffloadReport
 
 Progress = Callable[[float, str], None]
 
@@ -152,6 +153,10 @@ class CpuEngine:
         return self._limits
 
     @property
+    def offload_report(self) -> OffloadReport | None:
+        return self._experts.report
+
+    @property
     def is_random(self) -> bool:
         """Tell whether the weights are noise; the server says so."""
         return self._decoder.config.is_random
@@ -200,12 +205,13 @@ class CpuEngine:
         begin_s = time.perf_counter()
         prefill_done, last_row = False, None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        layers_s: list[float] = []
         if plan.prefill is not None:
             self._require(
                 plan.prefill.slot not in {row.slot for row in plan.decode},
                 "a slot prefills and decodes at once",
             )
-            last_rows = self._prefill(plan.prefill)
+            last_rows = self._prefill(plan.prefill, layers_s)
             prefill_done = last_rows is not None
             if last_rows is not None:
                 prompt_logprobs = self._judge_prompt(plan.prefill, last_rows)
@@ -221,6 +227,7 @@ class CpuEngine:
         stats = StepStats(
             prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
             decode_s=end_s - middle_s if plan.decode else 0.0,
+            layers_s=tuple(layers_s),
         )
         return StepResult(plan.step_id, tuple(tokens), prefill_done, stats, prompt_logprobs)
 
@@ -232,8 +239,11 @@ class CpuEngine:
             if not slot.is_prefilled and not any(other.chunk for other in self._slots.values()):
                 self._experts.end_chunk(is_more_waiting=False)
 
-    def _prefill(self, piece: PrefillSlice) -> F32 | None:
-        """Run the slice. Gives the chunk's streams (tokens, 4, hidden) once they left the last layer."""
+    def _prefill(self, piece: PrefillSlice, layers_s: list[float]) -> F32 | None:
+        """Run the slice, adding each layer's seconds to layers_s.
+
+        Gives the chunk's streams (tokens, 4, hidden) once they left the last layer.
+        """
         slot = self._slot_for(piece)
         end = piece.start_position + len(piece.token_ids)
         self._check_slice(piece, slot, end)
@@ -242,7 +252,9 @@ class CpuEngine:
         if piece.layer_begin == 0:
             self._experts.begin_chunk(len(piece.token_ids))
         for layer in range(piece.layer_begin, piece.layer_end):
+            begin_s = time.perf_counter()
             streams = self._decoder.prefill_block(layer, streams, sequence, self._cache)
+            layers_s.append(time.perf_counter() - begin_s)
         if piece.layer_end < self._limits.num_layers:
             slot.streams, slot.chunk, slot.next_layer = streams, piece.token_ids, piece.layer_end
             return None
@@ -363,7 +375,7 @@ def _opener(
 ) -> OffloadOpener | None:
     if options.offload is None:
         return None
-    from glm53srv.offload.device.simulated_gpu import OffloadOpener
+    from glm53srv.offload.device.opener import OffloadOpener
 
     return OffloadOpener(context, options.max_streams, options.offload, progress)
 

@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PORTABLE = "cc -DGLM53_PORTABLE"
 """Compiles the scalar kernels only: a quarter of the time, for tests of the build itself."""
 
+needs_header = pytest.mark.skipif(
+    not (Path(sysconfig.get_path("include")) / "Python.h").is_file(),
+    reason="Python.h is not installed (apt-get install python3-dev)",
+)
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -38,7 +44,7 @@ def _status_text(library: NativeLibrary, status: int) -> str:
     return str(library.ffi.string(library.lib.glm53_status_text(status)).decode())
 
 
-@pytest.mark.parametrize("mode", ["api", "abi"])
+@pytest.mark.parametrize("mode", [pytest.param("api", marks=needs_header), "abi"])
 def test_each_mode_builds_a_library_that_opens(checkout: Path, mode: str) -> None:
     message = build(checkout, checkout / "package", mode=mode)
     library = open_library(checkout / "package")
@@ -62,6 +68,7 @@ def test_second_build_does_nothing_until_a_source_changes(checkout: Path) -> Non
     assert "built" in build(checkout, package, compiler=PORTABLE, mode="abi")
 
 
+@needs_header
 def test_changing_the_mode_removes_the_other_form(checkout: Path) -> None:
     package = checkout / "package"
     build(checkout, package, compiler=PORTABLE, mode="api")
