@@ -248,7 +248,8 @@ def try_out(stage: Stage) -> None:
 
 
 def _chat(port: int) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16})
+    messages = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"messages": messages, "max_tokens": 16, "ignore_eos": True})
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", body.encode(), {"content-type": "application/json"}
     )

@@ -157,7 +157,7 @@ def served(tmp_path: Path, random_model_dir: Path) -> Iterator[Served]:
 def test_the_real_server_takes_the_last_option_and_is_healthy(served: Served) -> None:
     assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["id"] == "last"
     assert served.is_healthy()
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "ignore_eos": True}
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 4
 

@@ -32,7 +32,7 @@ def test_serve_fetches_a_missing_model_and_serves_it(random_model_dir: Path, tmp
         ServerProcess(tmp_path / "model", environ=environment(hub)) as server,
     ):
         url = server.url_when_ready()
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert any("downloading 100% whole" in line for line in server.output)
