@@ -1,6 +1,8 @@
 # Thin: every line is a command a person could type. Serving and testing share .venv.
 PYTHON ?= python3
-MODEL ?= .models/random
+# The demo model where its weights are, else random ones.
+DEMO := $(wildcard reference/demo/checkpoint/model.safetensors)
+MODEL ?= $(if $(DEMO),reference/demo/checkpoint,.models/random)
 BIN := .venv/bin
 
 # torch's CPU build is not there for every Python.

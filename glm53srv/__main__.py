@@ -6,6 +6,8 @@
     glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
     glm53srv panel make --out FILE [options]  write a reference panel of a model, to score servers against
 
+serve and generate take the small demo model that comes with the package when no model is named.
+
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
 failed; 1 anything else; 128 + n ended by signal n a second time.
 """
@@ -63,11 +65,12 @@ def run() -> None:
 
 def _serve(argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.doctor import require_servable
     from glm53srv.machine import read_machine
     from glm53srv.server import serve
 
-    config = load_config(argv)
+    config = load_config(argv, default_model=find_demo_model())
     set_up_logging(config.server.log_level)
     require_servable(config, read_machine())
     return _run_loop(serve(config, sys.stderr))
@@ -75,10 +78,11 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.generate import GenerateOptions, generate
 
     options, rest = GenerateOptions.parse(argv)
-    config = load_config(rest)
+    config = load_config(rest, default_model=find_demo_model())
     set_up_logging("warning")
     return _run_loop(generate(config, options, sys.stdout, sys.stderr))
 

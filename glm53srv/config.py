@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,14 +124,28 @@ class Settings:
     values: Mapping[str, Any]
     sources: Mapping[str, Source]
 
+    def with_default_model(self, model_dir: Path) -> Settings:
+        """Take a model where none is named. It is told with the options that were set: one has to see it."""
+        if self.values["model"] is not None:
+            return self
+        return replace(
+            self,
+            values={**self.values, "model": model_dir},
+            sources={**self.sources, "model": "default"},
+        )
 
-def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Config:
+
+def load_config(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, default_model: Path | None = None
+) -> Config:
     """Merge all sources and resolve them.
 
     argv: command line arguments without program and subcommand. environ: None means the process environment.
-    Raises ConfigError, one line.
+    default_model: what to take when no source names a model. Raises ConfigError, one line.
     """
     settings = read_settings(argv, os.environ if environ is None else environ)
+    if default_model is not None:
+        settings = settings.with_default_model(default_model)
     return resolve(settings, read_machine().num_physical_cores)
 
 

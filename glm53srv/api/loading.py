@@ -18,9 +18,11 @@ from glm53srv.scheduler.scheduler import SchedulerSettings
 
 if TYPE_CHECKING:  # llguidance: not before the port is open
     from glm53srv.engine.grammar import GrammarCompiler
+    from glm53srv.model.config import ModelConfig
 
 DEFAULT_NAME = "glm-5.3-flash"
 RANDOM_NAME = "random-weights"
+DEMO_NAME = "glm53srv-demo"
 
 MODEL_TYPE = "glm5_next"
 """model_type in the config.json of every checkpoint that is served."""
@@ -52,7 +54,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
         advised = model_config.sampling
         neutral = SamplingParams()
         served = ServedModel(
-            name=config.server.served_name or _default_name(model_config.is_random),
+            name=config.server.served_name or _default_name(model_config),
             created=int(wall_clock()),
             tokenizer=tokenizer,
             context_tokens=context_tokens(engine.limits),
@@ -64,6 +66,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
                 repetition_penalty=_or(advised.repetition_penalty, neutral.repetition_penalty),
             ),
             is_random=model_config.is_random,
+            is_demo=model_config.is_demo,
             grammars=grammars,
             path=str(model_dir),
             model_type=MODEL_TYPE,
@@ -89,9 +92,11 @@ def scheduler_settings(config: Config) -> SchedulerSettings:
     )
 
 
-def _default_name(is_random: bool) -> str:
+def _default_name(config: ModelConfig) -> str:
     """The published model has one name wherever its files lie; nothing else should pass under it."""
-    return RANDOM_NAME if is_random else DEFAULT_NAME
+    if config.is_random:
+        return RANDOM_NAME
+    return DEMO_NAME if config.is_demo else DEFAULT_NAME
 
 
 def _or(value: float | None, default: float) -> float:
