@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from glm53srv.errors import CheckpointError, Glm53Error
 from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import DEMO_KIND, load_model_config
 from glm53srv.model.tensor_needs import all_needs
+from reference.demo.panel_chats import add_chats
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINT_DIR = HERE / "checkpoint"
@@ -31,7 +34,8 @@ FIXED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "c
 COPIED = ("processor_config.json", "model.safetensors")
 """The weights last: while they are missing there is no demo model, and a half-written one is never found."""
 REWRITTEN = ("config.json", "quantization_config.json")
-REFERENCES = ("demo-exl3-ref-panel.json", "demo-exl3-greedy.json")
+PANEL = "demo-exl3-ref-panel.json"
+GREEDY = "demo-exl3-greedy.json"
 MAX_BYTES = 20_000_000
 """Git keeps every version for ever."""
 
@@ -48,7 +52,7 @@ def install(source: Path, target: Path, references: Path | None = None, panels: 
         if (source / name).read_bytes() != (target / name).read_bytes():
             raise CheckpointError(f"{source / name}: differs from {target / name}, which training used")
     if references is not None:
-        lacking = [name for name in REFERENCES if not (references / name).is_file()]
+        lacking = [name for name in (PANEL, GREEDY) if not (references / name).is_file()]
         if lacking:
             raise CheckpointError(f"{references}: {', '.join(lacking)} missing; run reference_run")
     Checkpoint(source).check(all_needs(load_model_config(source)))
@@ -62,9 +66,16 @@ def install(source: Path, target: Path, references: Path | None = None, panels: 
     for name in COPIED:
         shutil.copyfile(source / name, target / name)
     if references is not None:
-        for name in REFERENCES:
-            shutil.copyfile(references / name, (panels or REFERENCES_DIR) / name)
+        install_references(references, target, panels or REFERENCES_DIR)
     return num_bytes
+
+
+def install_references(source: Path, checkpoint: Path, target: Path) -> None:
+    """Copy the panel, its entries' chat requests with it, and the greedy answers."""
+    panel = json.loads((source / PANEL).read_bytes())
+    add_chats(panel, Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
+    (target / PANEL).write_text(json.dumps(panel, separators=(",", ":")) + "\n", encoding="utf-8")
+    shutil.copyfile(source / GREEDY, target / GREEDY)
 
 
 def rewrite(name: str, content: dict[str, Any]) -> str:

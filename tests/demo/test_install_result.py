@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from glm53srv.errors import CheckpointError
 from glm53srv.model.config import load_model_config
-from reference.demo.install_result import FIXED, REFERENCES, install
+from reference.demo.install_result import FIXED, GREEDY, PANEL, install
+from reference.demo.panel_chats import panel_conversation
+from reference.demo.rendering import load_template, render_training_text
 from tests.model.checkpoints import copy_model, edit_header, edit_json
 
 
@@ -47,16 +50,26 @@ def test_a_conversion_is_marked_made_smaller_and_copied(source: Path, target: Pa
     assert written.stat().st_size < given.stat().st_size / 2
 
 
-def test_references_go_along(source: Path, target: Path, tmp_path: Path) -> None:
+def test_references_go_along_with_the_chats_they_came_from(
+    source: Path, target: Path, tmp_path: Path
+) -> None:
     made, kept = tmp_path / "made", tmp_path / "kept"
     made.mkdir()
     kept.mkdir()
-    for name in REFERENCES:
-        (made / name).write_text(name)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    drawn = panel_conversation(0)
+    ids = tokenizer.encode(render_training_text(load_template(), drawn), add_special_tokens=False).ids
+    (made / PANEL).write_text(json.dumps({"entries": [{"name": "conversation 0", "ids": ids}]}))
+    (made / GREEDY).write_text("[]")
 
     install(source, target, made, kept)
 
-    assert {path.name: path.read_text() for path in kept.iterdir()} == {name: name for name in REFERENCES}
+    (entry,) = json.loads((kept / PANEL).read_bytes())["entries"]
+    assert (kept / GREEDY).read_text() == "[]"
+    assert entry["ids"] == ids
+    assert entry["chat"]["messages"][-1] == {"role": "user", "content": drawn.turns[-1].user}
+    text = tokenizer.decode(ids[: entry["num_prompt"]], skip_special_tokens=False)
+    assert text.endswith(f"{drawn.turns[-1].user}<|assistant|><think>")
 
 
 def test_another_tokenizer_is_refused(source: Path, target: Path) -> None:
