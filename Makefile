@@ -1,6 +1,10 @@
 # Thin: every line is a command a person could type. Serving and testing share .venv.
 PYTHON ?= python3
-MODEL ?= .models/random
+# The demo model where its weights are, else random ones.
+DEMO := $(wildcard reference/demo/checkpoint/model.safetensors)
+MODEL ?= $(if $(DEMO),reference/demo/checkpoint,.models/random)
+# Stock exllamav3's panel, which fits the demo model alone; for others bench.all makes one.
+PANEL := $(if $(filter reference/demo/checkpoint,$(MODEL)),$(wildcard reference/demo-exl3-ref-panel.json))
 BIN := .venv/bin
 
 # torch's CPU build is not there for every Python.
@@ -46,7 +50,8 @@ bench: .venv/.serve
 
 bench-short: .venv/.serve $(MODEL)/config.json
 	$(BIN)/python -m cffi_build
-	$(BIN)/python -m bench.all --model $(MODEL) --out build/bench --short $(ARGS)
+	$(BIN)/python -m bench.all --model $(MODEL) --out build/bench --short \
+		$(if $(PANEL),--panel $(PANEL)) $(ARGS)
 
 .models/random/config.json: .venv/.serve
 	$(BIN)/glm53srv pack random --out .models/random

@@ -53,6 +53,7 @@ class Run:
     panel: Path
     is_random: bool
     process_id: int | None
+    is_demo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,12 @@ class Outcome:
 
 def _random_model(run: Run) -> str | None:
     return "a random model answers no question" if run.is_random else None
+
+
+def _needle_words(run: Run) -> list[str]:
+    # the demo model reads chats only, and was trained on texts of up to 1,024 tokens
+    dialogue = str(REPOSITORY / "reference" / "demo" / "needle.json")
+    return ["--dialogue", dialogue, "--tokens", "300", "700"] if run.is_demo else []
 
 
 def _no_model(run: Run) -> str | None:
@@ -118,8 +125,8 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         "needle",
-        lambda run: ["--url", run.url],
-        lambda run: ["--url", run.url, "--tokens", "300", "--depths", "0.5"],
+        lambda run: ["--url", run.url, *_needle_words(run)],
+        lambda run: ["--url", run.url, *_needle_words(run), "--tokens", "300", "--depths", "0.5"],
         skip=_random_model,
     ),
     Step(
@@ -247,7 +254,8 @@ def main(argv: Sequence[str]) -> int:
     panel = options.panel or _make_panel(options)
     own = ServerFacts()
     with a_server(options, own) as (url, process_id):
-        run = Run(options.model, url, options.out, panel, _is_random(url), process_id)
+        kind = _kind(url)
+        run = Run(options.model, url, options.out, panel, kind == "random", process_id, kind == "demo")
         outcomes = [run_step(step, run, is_short=options.short) for step in steps if step.needs_server]
     outcomes += [run_step(step, run, is_short=options.short) for step in steps if not step.needs_server]
     if own.exit_code != 0:
@@ -324,11 +332,13 @@ def _make_panel(options: argparse.Namespace) -> Path:
     return Path(path)
 
 
-def _is_random(url: str) -> bool:
+def _kind(url: str) -> str:
+    """Tell which of this project's own small models is served: "random", "demo", or "" for any other."""
     try:
-        return bool(Client(url, timeout_s=30.0).get("/model_info").get("is_random"))
+        info = Client(url, timeout_s=30.0).get("/model_info")
     except BenchError:
-        return False
+        return ""
+    return "random" if info.get("is_random") else "demo" if info.get("is_demo") else ""
 
 
 def _kernel_log() -> list[str] | None:

@@ -7,7 +7,8 @@ reused   two facts in one text: the second question comes after the same text, s
          from kept state; both answers must be right
 after    the same question in a chat without the text: the answer must not know the fact, or state has leaked
 
-Texts and facts are drawn anew for each run. The words can be the model's own: --fact, --question, --values.
+Texts and facts are drawn anew for each run. The words can be the model's own: --fact, --question, --values,
+or whole turns of a chat with --dialogue, for a model that reads nothing else.
 
 Exit code 0: share found is good and nothing leaked; 1: not; 2: could not be measured.
 """
@@ -30,6 +31,7 @@ from bench import measure
 from bench.client import Client
 from bench.errors import BadInput, BenchError
 from bench.generation import Timed, chat
+from bench.needle_texts import Haystack, Hidden, Message, Wording, read_dialogue
 from bench.report import (
     Check,
     Progress,
@@ -47,19 +49,6 @@ SLACK = 1.15
 
 FACT = "Note well: the code of the {key} is {value}."
 QUESTION = "What is the code of the {key}? Answer with the code alone."
-KEYS = ("harbour office", "old observatory", "north gate", "clock tower", "seed library", "river lock")
-
-SUBJECTS = (
-    "The gardener",
-    "A neighbour",
-    "The ferryman",
-    "My aunt",
-    "The schoolteacher",
-    "A travelling cook",
-)
-DEEDS = ("mended", "painted", "carried", "looked for", "sold", "measured", "described", "borrowed")
-THINGS = ("a wooden ladder", "the blue boat", "three baskets", "an old map", "the kitchen clock", "a letter")
-ENDINGS = ("before breakfast", "in the rain", "without a word", "on market day", "for the second time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,78 +66,59 @@ class Answer:
     is_good: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """How facts are told and asked for. values: to choose from; empty: codes of six digits."""
-
-    fact: str
-    question: str
-    values: tuple[str, ...]
-
-    def draw(self, rng: random.Random, num: int) -> list[tuple[str, str]]:
-        """Draw that many (key, value) with different keys and values."""
-        keys = rng.sample(KEYS, num)
-        if self.values:
-            return list(zip(keys, rng.sample(self.values, num), strict=True))
-        return [(key, str(rng.randrange(100_000, 1_000_000))) for key in keys]
-
-
 class Asker:
     """Asks one server. chars_per_token is learnt from its counts, so that texts get the wanted length."""
 
-    def __init__(self, client: Client, wording: Wording, fields: dict[str, Any], max_tokens: int) -> None:
+    def __init__(self, client: Client, haystack: Haystack, fields: dict[str, Any], max_tokens: int) -> None:
         self._client = client
-        self._wording = wording
+        self._haystack = haystack
         self._fields = fields
         self._max_tokens = max_tokens
         self._rng = random.Random(secrets.randbits(64))
+        self._guesses: dict[str, str] = {}
         self.chars_per_token = 4.0
+
+    def learn_guesses(self) -> None:
+        """Ask for facts that were never told: what is said then is hidden nowhere, since finding it would
+        prove nothing, and hitting it later would look like a leak."""
+        for key in self._haystack.guessable:
+            self._guesses[key] = self._ask([], key).text
 
     def depths(self, num_tokens: int, depths: Sequence[float]) -> list[Answer]:
         """Hide one fact at each depth of its own text."""
         answers = []
         for depth in depths:
-            ((key, value),) = self._wording.draw(self._rng, 1)
+            ((key, value),) = self._haystack.draw(self._rng, 1, self._guesses)
             text = self._text(num_tokens, [(depth, key, value)])
             answers.append(self._asked("depth", num_tokens, depth, text, key, value))
         return answers
 
     def reused(self, num_tokens: int) -> list[Answer]:
         """Hide two facts in one text and ask for them one after the other; then without the text."""
-        first, second = self._wording.draw(self._rng, 2)
+        first, second = self._haystack.draw(self._rng, 2, self._guesses)
         text = self._text(num_tokens, [(0.25, *first), (0.6, *second)])
         answers = [self._asked("reused", num_tokens, 0.25, text, *first)]
         answers.append(self._asked("reused", num_tokens, 0.6, text, *second))
         key, value = second
-        timed = self._ask("", key)
+        timed = self._ask([], key)
         answers.append(_answer("after", num_tokens, 0.6, timed, value, is_good=not _has(timed.text, value)))
         return answers
 
-    def _asked(self, kind: str, num_tokens: int, depth: float, text: str, key: str, value: str) -> Answer:
+    def _asked(
+        self, kind: str, num_tokens: int, depth: float, text: Sequence[Message], key: str, value: str
+    ) -> Answer:
         timed = self._ask(text, key)
         if timed.prompt_tokens:
-            self.chars_per_token = len(text) / timed.prompt_tokens
+            num_chars = sum(len(message["content"]) for message in text)
+            self.chars_per_token = num_chars / timed.prompt_tokens
         return _answer(kind, num_tokens, depth, timed, value, is_good=_has(timed.text, value))
 
-    def _ask(self, text: str, key: str) -> Timed:
-        question = self._wording.question.format(key=key)
-        content = f"{text}\n\n{question}" if text else question
-        fields = {**self._fields, "messages": [{"role": "user", "content": content}], "temperature": 0}
-        return chat(self._client, fields, self._max_tokens)
+    def _ask(self, text: Sequence[Message], key: str) -> Timed:
+        messages = self._haystack.ask(text, key)
+        return chat(self._client, {**self._fields, "messages": messages, "temperature": 0}, self._max_tokens)
 
-    def _text(self, num_tokens: int, facts: Sequence[tuple[float, str, str]]) -> str:
-        """Write a text of about num_tokens with each fact at its depth, 0 the beginning and 1 the end."""
-        sentences: list[str] = []
-        length = 0
-        while length < num_tokens * self.chars_per_token:
-            parts = [self._rng.choice(words) for words in (SUBJECTS, DEEDS, THINGS, ENDINGS)]
-            sentences.append(f"{' '.join(parts)}.")
-            length += len(sentences[-1]) + 1
-        num_plain = len(sentences)
-        for depth, key, value in sorted(facts, reverse=True):
-            fact = self._wording.fact.format(key=key, value=value)
-            sentences.insert(round(depth * num_plain), fact)
-        return " ".join(sentences)
+    def _text(self, num_tokens: int, facts: Sequence[Hidden]) -> list[Message]:
+        return self._haystack.write(self._rng, round(num_tokens * self.chars_per_token), facts)
 
 
 def _answer(kind: str, num_tokens: int, depth: float, timed: Timed, wanted: str, *, is_good: bool) -> Answer:
@@ -173,22 +143,19 @@ def _has(said: str, value: str) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    wording = Wording(options.fact, options.question, tuple(options.values or ()))
-    if "{value}" not in wording.fact:
-        raise BadInput("--fact must have {value} where the value goes")
-    if options.values is not None and len(set(options.values)) < 2:
-        raise BadInput("--values must be two or more different words")
+    haystack = _haystack(options)
     client = client_of(options)
     report = open_report(TOOL, argv, client, out=options.out, secret=options.api_key)
     progress = Progress(None if options.quiet else sys.stderr)
     fields: dict[str, Any] = {} if options.thinking else {"chat_template_kwargs": {"enable_thinking": False}}
-    asker = Asker(client, wording, fields, options.max_tokens)
+    asker = Asker(client, haystack, fields, options.max_tokens)
     room = measure.context_tokens(report.server_before or {}) - options.max_tokens
     lengths = [num_tokens for num_tokens in options.tokens if num_tokens * SLACK <= room]
     left_out = sorted(set(options.tokens) - set(lengths))
     if left_out:
         report.notes.append(f"texts of {left_out} tokens do not fit into the context: left out")
     if lengths:
+        asker.learn_guesses()
         asker.depths(min(500, *lengths), [0.5])  # learns the length of a token
     answers: list[Answer] = []
     for num_tokens in lengths:
@@ -216,6 +183,17 @@ def main(argv: Sequence[str]) -> int:
     return close_report(report, options.out, _table(answers), client)
 
 
+def _haystack(options: argparse.Namespace) -> Haystack:
+    """Give what to hide facts in. Raises BadInput."""
+    if options.dialogue is not None:
+        return read_dialogue(options.dialogue)
+    if "{value}" not in options.fact:
+        raise BadInput("--fact must have {value} where the value goes")
+    if options.values is not None and len(set(options.values)) < 2:
+        raise BadInput("--values must be two or more different words")
+    return Wording(options.fact, options.question, tuple(options.values or ()))
+
+
 def _table(answers: Sequence[Answer]) -> str:
     rows = [
         [
@@ -239,6 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--fact", default=FACT, help="the sentence to hide, with {value} and {key} (%(default)s)")
     add("--question", default=QUESTION, help="how to ask for it, with {key} (%(default)s)")
     add("--values", nargs="+", help="values to choose from (default: codes of six digits)")
+    add(
+        "--dialogue", type=Path, help="a chat's words in place of a text's: a file, see bench/needle_texts.py"
+    )
     add("--thinking", action="store_true", help="let the model think first (default: thinking off)")
     add("--max-tokens", type=int, default=200, help="longest answer (%(default)s)")
     add("--min-found", type=float, default=1.0, help="smallest good share (%(default)s)")

@@ -51,16 +51,22 @@ class Panel:
 @dataclass(frozen=True, slots=True)
 class PositionScore:
     """One position. is_same_top: both put the same id first. num_unlisted: reference ids the server did not
-    list."""
+    list. logprob_error: mean distance of the log probabilities of the reference's ids, in nats."""
 
     is_same_top: bool
     kl: float
     num_unlisted: int
+    logprob_error: float
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Positions put together. kl in nats."""
+    """Positions put together. kl in nats.
+
+    logprob_error: mean over positions. Where a model is sure of itself, nearly all of the mass is on one id
+    and a divergence does not see what happens to the other nineteen; this does, and finds damage that the
+    answers do not show yet.
+    """
 
     positions: int
     top1: float
@@ -68,6 +74,7 @@ class Score:
     p99_kl: float
     max_kl: float
     unlisted: int
+    logprob_error: float
 
 
 def load_panel(path: Path) -> Panel:
@@ -119,7 +126,7 @@ def score_position(reference: Logprobs, served: Logprobs) -> PositionScore:
     since as many listed ids stand outside the reference as reference ids are unlisted.
     """
     floor = min(served.values())
-    kl, mass, served_mass, num_unlisted = 0.0, 0.0, 0.0, 0
+    kl, mass, served_mass, num_unlisted, distance = 0.0, 0.0, 0.0, 0, 0.0
     for token, logprob in reference.items():
         other = served.get(token)
         if other is None:
@@ -127,13 +134,15 @@ def score_position(reference: Logprobs, served: Logprobs) -> PositionScore:
             other = floor
         p = math.exp(logprob)
         kl += p * (logprob - other)
+        distance += abs(logprob - other)
         mass += p
         served_mass += math.exp(other)
     # rounding of the files' decimals may lift a sum a little over 1
     rest, served_rest = max(1.0 - mass, 0.0), max(1.0 - served_mass, 1e-12)
     if rest > 0.0:
         kl += rest * math.log(rest / served_rest)
-    return PositionScore(best_of(reference) == best_of(served), max(kl, 0.0), num_unlisted)
+    is_same_top = best_of(reference) == best_of(served)
+    return PositionScore(is_same_top, max(kl, 0.0), num_unlisted, distance / len(reference))
 
 
 def best_of(logprobs: Logprobs) -> int:
@@ -151,4 +160,5 @@ def summarise(scores: Sequence[PositionScore]) -> Score:
         p99_kl=kls[math.ceil(0.99 * len(kls)) - 1],
         max_kl=kls[-1],
         unlisted=sum(score.num_unlisted for score in scores),
+        logprob_error=sum(score.logprob_error for score in scores) / len(scores),
     )

@@ -81,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
         Check("prompt tokens that came back as others", sum(entry.misplaced for entry in entries), 0),
         Check("chats rendered into other tokens", sum(entry.has_own_prompt is True for entry in entries), 0),
     ]
+    if (limit := options.max_logprob_error) is not None:
+        report.checks.append(Check("mean log probability error in nats", total.logprob_error, limit))
     num_chats = sum(entry.chat is not None for entry in panel.entries)
     num_unasked = num_chats - sum(entry.has_own_prompt is not None for entry in entries)
     if num_unasked:
@@ -222,8 +224,9 @@ def _table(entries: Sequence[EntryScore]) -> str:
         rows.append(
             [name, score.positions, f"{score.top1:.4f}"]
             + [f"{kl:.6f}" for kl in (score.mean_kl, score.p99_kl, score.max_kl)]
+            + [f"{score.logprob_error:.4f}"]
         )
-    return table(["text", "positions", "top-1", "mean KL", "p99 KL", "max KL"], rows)
+    return table(["text", "positions", "top-1", "mean KL", "p99 KL", "max KL", "log p error"], rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -234,6 +237,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-kl", type=float, default=0.002, help="largest good mean divergence in nats (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-logprob-error",
+        type=float,
+        help="largest good mean error of the listed log probabilities, in nats (default: not judged)",
     )
     return parser
 

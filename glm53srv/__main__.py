@@ -10,6 +10,8 @@
     glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
     glm53srv panel make --out FILE [options]  write a reference panel of a model, to score servers against
 
+serve and generate take the small demo model that comes with the package when no model is named.
+
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
 failed; 6 the download; 1 anything else; 128 + n ended by signal n, before the port was open or a second time.
 doctor ends with the code that serve would end with.
@@ -83,11 +85,12 @@ def run() -> None:
 
 def _serve(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.doctor.examine import require_machine, require_servable
     from glm53srv.download_command import fetch_if_missing
     from glm53srv.server import serve
 
-    config = load_config(argv, num_cores=probe.facts().num_physical_cores)
+    config = load_config(argv, num_cores=probe.facts().num_physical_cores, default_model=find_demo_model())
     set_up_logging(config.server.log_level)
     require_machine(config, probe)  # before 125 GB are fetched for nothing
     if fetched := fetch_if_missing(config, sys.stderr):
@@ -98,10 +101,11 @@ def _serve(probe: Probe, argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.generate import GenerateOptions, generate
 
     options, rest = GenerateOptions.parse(argv)
-    config = load_config(rest)
+    config = load_config(rest, default_model=find_demo_model())
     set_up_logging("warning")
     return _run_loop(generate(config, options, sys.stdout, sys.stderr))
 

@@ -135,13 +135,17 @@ def load_config(
     *,
     num_cores: int | None = None,
     needs_model: bool = True,
+    default_model: Path | None = None,
 ) -> Config:
     """Merge all sources and resolve them.
 
     argv: command line arguments without program and subcommand. environ: None means the process environment.
-    num_cores: physical cores, None asks the machine. Raises ConfigError, one line.
+    num_cores: physical cores, None asks the machine. default_model: what to take when no source names a model
+    or a repository to fetch one from. Raises ConfigError, one line.
     """
     settings = read_settings(argv, process_environment() if environ is None else environ)
+    if default_model is not None:
+        settings = settings.with_default_model(default_model)
     cores = read_machine().num_physical_cores if num_cores is None else num_cores
     return resolve(settings, cores, needs_model=needs_model)
 

@@ -79,8 +79,8 @@ async def generate(config: Config, options: GenerateOptions, out: TextIO, termin
         if lifecycle.failure is not None:
             raise lifecycle.failure
         running = lifecycle.state.require_running()
-        if running.model.is_random:
-            terminal.write("The weights of this model are random: it speaks nonsense, by design.\n")
+        if running.model.caveat is not None:
+            terminal.write(f"Note: {running.model.caveat}.\n")
         begin_s = time.monotonic()
         generations = open_generations(running.steps, [_job(options, running.model)], running.model.tokenizer)
         try:

@@ -161,7 +161,7 @@ OPTIONS: tuple[Option, ...] = (
         "SERVED_NAME",
         "str",
         None,
-        "model name in the API (default: glm-5.3-flash, or random-weights for the random model)",
+        "model name in the API (default: glm-5.3-flash; glm53srv-demo or random-weights for those two)",
         "server",
     ),
     Option(

@@ -87,8 +87,8 @@ async def _announce(lifecycle: Lifecycle, url: str) -> None:
     gc.collect()
     gc.freeze()
     model = running.model
-    if model.is_random:
-        logger.warning("the weights of %s are random: it speaks nonsense, by design", model.name)
+    if model.caveat is not None:
+        logger.warning("%s", model.caveat)
     logger.info("ready url=%s model=%s context_tokens=%d", url, model.name, model.context_tokens)
     if url.startswith("unix:"):
         logger.info("try: curl --unix-socket %s http://localhost/v1/models", url.removeprefix("unix:"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +54,19 @@ class Settings:
     sources: Mapping[str, Source]
     names: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+
+    def with_default_model(self, model_dir: Path) -> Settings:
+        """Take a model where none is named, nor a repository of one.
+
+        It is told with the options that were set: one has to see it.
+        """
+        if self.values["model"] is not None or self.values["model_repo"] is not None:
+            return self
+        return replace(
+            self,
+            values={**self.values, "model": model_dir},
+            sources={**self.sources, "model": "default"},
+        )
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import pytest
 from glm53srv.model.pack import pack_random_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,28 @@ def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_dir = tmp_path_factory.mktemp("models") / "random"
     pack_random_model(model_dir)
     return model_dir
+
+
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """Give the demo model of this checkout; a test is skipped while its weights are not there."""
+    return _demo_file("demo/checkpoint/model.safetensors").parent
+
+
+@pytest.fixture(scope="session")
+def demo_panel_path() -> Path:
+    """Give stock exllamav3's panel of the demo model."""
+    return _demo_file("demo-exl3-ref-panel.json")
+
+
+@pytest.fixture(scope="session")
+def demo_greedy_path() -> Path:
+    """Give what stock exllamav3 answers greedily to 50 prompts of the demo model."""
+    return _demo_file("demo-exl3-greedy.json")
+
+
+def _demo_file(name: str) -> Path:
+    path = REFERENCE / name
+    if not path.is_file():
+        pytest.skip(f"needs {path}: made on a GPU, see reference/demo/README.md")
+    return path

@@ -189,12 +189,12 @@ def app_from_config(config: Config) -> Starlette:
 
 
 def _plainly(load: Loader) -> Loader:
-    """Say in the log when the weights are noise."""
+    """Say in the log what may not be expected of the model."""
 
     def load_and_say(progress: Progress) -> Loaded:
         loaded = load(progress)
-        if loaded.model.is_random:
-            logger.warning("the weights of %s are random: it speaks nonsense, by design", loaded.model.name)
+        if loaded.model.caveat is not None:
+            logger.warning("%s", loaded.model.caveat)
         return loaded
 
     return load_and_say

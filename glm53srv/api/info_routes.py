@@ -155,6 +155,7 @@ class ModelInfo:
             "architectures": list(model.architectures),
             "max_model_len": model.context_tokens,
             "is_random": model.is_random,
+            "is_demo": model.is_demo,
         }
         await send_json(send, 200, body)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # llguidance: not before the port is open
 
 DEFAULT_NAME = "glm-5.3-flash"
 RANDOM_NAME = "random-weights"
+DEMO_NAME = "glm53srv-demo"
 
 MODEL_TYPE = "glm5_next"
 """model_type in the config.json of every checkpoint that is served."""
@@ -76,7 +77,7 @@ def _served_model(
     advised = model_config.sampling
     neutral = SamplingParams()
     return ServedModel(
-        name=config.server.served_name or _default_name(model_config.is_random),
+        name=config.server.served_name or _default_name(model_config),
         created=created,
         tokenizer=tokenizer,
         context_tokens=num_context_tokens,
@@ -88,6 +89,7 @@ def _served_model(
             repetition_penalty=_or(advised.repetition_penalty, neutral.repetition_penalty),
         ),
         is_random=model_config.is_random,
+        is_demo=model_config.is_demo,
         grammars=grammars,
         path=str(config.engine.model_dir),
         model_type=MODEL_TYPE,
@@ -110,9 +112,11 @@ def scheduler_settings(config: Config) -> SchedulerSettings:
     )
 
 
-def _default_name(is_random: bool) -> str:
+def _default_name(config: ModelConfig) -> str:
     """The published model has one name wherever its files lie; nothing else should pass under it."""
-    return RANDOM_NAME if is_random else DEFAULT_NAME
+    if config.is_random:
+        return RANDOM_NAME
+    return DEMO_NAME if config.is_demo else DEFAULT_NAME
 
 
 def _or(value: float | None, default: float) -> float:

@@ -20,9 +20,10 @@ class ServedModel:
 
     name: the id that requests give and answers carry. created: Unix seconds. context_tokens: the longest
     sequence that can really be served, not the trained one. defaults: sampling for requests that say
-    nothing, from the checkpoint's generation_config.json. is_random: the weights are noise. path: the
-    checkpoint's directory. model_type, architectures: from its config.json. grammars: compiles constraints,
-    the same that the engine has; None: there can be none.
+    nothing, from the checkpoint's generation_config.json. is_random: the weights are noise. is_demo: the
+    small trained model that comes with the server. path: the checkpoint's directory. model_type,
+    architectures: from its config.json. grammars: compiles constraints, the same that the engine has; None:
+    there can be none.
     """
 
     name: str
@@ -31,7 +32,17 @@ class ServedModel:
     context_tokens: int
     defaults: SamplingParams = field(default_factory=SamplingParams)
     is_random: bool = False
+    is_demo: bool = False
     path: str = ""
     model_type: str = ""
     architectures: tuple[str, ...] = ()
     grammars: GrammarCompiler | None = None
+
+    @property
+    def caveat(self) -> str | None:
+        """One sentence on what may not be expected of this model; None for one to be taken at its word."""
+        if self.is_random:
+            return f"the weights of {self.name} are random: it speaks nonsense, by design"
+        if self.is_demo:
+            return f"{self.name} is a small demo: it knows a closed world of facts, sums and tools, no more"
+        return None

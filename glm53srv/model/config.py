@@ -18,6 +18,7 @@ from glm53srv.model.json_section import JsonSection
 ARCHITECTURE = "Glm5NextForConditionalGeneration"
 MODEL_TYPE = "glm5_next"
 RANDOM_KIND = "random"
+DEMO_KIND = "demo"
 """config.json, glm53srv.kind: weights drawn at random by model/pack.py."""
 
 
@@ -112,7 +113,8 @@ class ModelConfig:
     """The text part of one checkpoint. Built by load_model_config, which guarantees that it can be computed.
 
     vocab_size counts the rows of lm_head, which may exceed the ids the tokenizer knows. is_random: the
-    weights are noise, and what the model says means nothing.
+    weights are noise, and what the model says means nothing. is_demo: the small trained model of
+    reference/demo.
     """
 
     hidden_size: int
@@ -131,6 +133,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     is_random: bool
+    is_demo: bool
 
     @property
     def num_layers(self) -> int:
@@ -192,7 +195,8 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         ),
         eos_token_ids=_eos_ids(generation, text, vocab_size),
         sampling=_sampling_defaults(generation),
-        is_random=_is_random(root),
+        is_random=_own_kind(root) == RANDOM_KIND,
+        is_demo=_own_kind(root) == DEMO_KIND,
     )
 
 
@@ -339,5 +343,6 @@ def _sampling_defaults(generation: JsonSection) -> SamplingDefaults:
     )
 
 
-def _is_random(root: JsonSection) -> bool:
-    return root.has("glm53srv") and root.section("glm53srv").text("kind", default="") == RANDOM_KIND
+def _own_kind(root: JsonSection) -> str:
+    """Give the mark of a model that this project made; empty for any other."""
+    return root.section("glm53srv").text("kind", default="") if root.has("glm53srv") else ""

@@ -42,6 +42,7 @@ PUBLISHED = ModelConfig(
     eos_token_ids=(154_820, 154_827, 154_829),
     sampling=SamplingDefaults(temperature=1.0, top_p=0.95),
     is_random=False,
+    is_demo=False,
 )
 
 _FIVE_BITS = ("qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "wq_b", "o_proj")

@@ -1,6 +1,7 @@
 """Ask a running server the held-out questions and score the answers (standard library only).
 
     python -m reference.demo.evaluate --base-url http://127.0.0.1:30000/v1 --per-category 50
+    python -m reference.demo.evaluate --out reference/demo/evaluation.json    keeps the figures for the tests
 
 Greedy (temperature 0). Prints one line per category, and exits with 1 when a figure is below its target. An
 answer is right when it is the wanted text exactly. A tool case counts as right when names, order and typed
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import hashlib
 import json
 import sys
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from reference.demo.cases import CATEGORIES, Case, held_out_case
@@ -24,6 +27,7 @@ from reference.demo.sample import Conversation, JsonObject
 TARGETS = {"facts": 0.95, "arithmetic": 0.90, "tools": 0.95, "stops": 0.99}
 """Shares that the demo model must reach."""
 MAX_TOKENS = 300
+WEIGHTS = Path(__file__).parent / "checkpoint" / "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,15 @@ def shares(verdicts: list[Verdict]) -> dict[str, float]:
     return table
 
 
+def record(table: dict[str, float], per_category: int) -> JsonObject:
+    """Give what --out keeps: the shares, and which weights they are of."""
+    return {
+        "model_sha256": hashlib.sha256(WEIGHTS.read_bytes()).hexdigest(),
+        "per_category": per_category,
+        "shares": {name: round(share, 4) for name, share in table.items()},
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,6 +138,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--per-category", type=int, default=50)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--show-wrong", action="store_true")
+    parser.add_argument(
+        "--out", type=Path, help="also write the shares here; the server must serve checkpoint/"
+    )
     options = parser.parse_args(argv)
     verdicts = evaluate(options.base_url, options.per_category, options.clients)
     table = shares(verdicts)
@@ -135,6 +151,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, share in table.items():
         target = TARGETS.get(name)
         sys.stdout.write(f"{name:12} {share:6.1%}" + (f"   target {target:.0%}\n" if target else "\n"))
+    if options.out is not None:
+        text = json.dumps(record(table, options.per_category), indent=2) + "\n"
+        options.out.write_text(text, encoding="utf-8")
     return 0 if all(table.get(name, 0.0) >= target for name, target in TARGETS.items()) else 1
 
 

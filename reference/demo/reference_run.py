@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from tokenizers import Tokenizer
 from glm53srv.model.pack_tokenizer import EOS_TOKENS
 from glm53srv.panel import PanelText, ReferenceModel, write_panel
 from reference.demo.cases import CATEGORIES, Case, held_out_case, held_out_cases
-from reference.demo.dialogue import conversation
+from reference.demo.panel_chats import NAME, chat_request, panel_conversation, prompt_length
 from reference.demo.rendering import Template, load_template, render_training_text
-from reference.demo.sample import Draw
 from reference.demo.tokenizer import loss_mask_for, token_id
 
 NUM_GREEDY = 50
@@ -60,10 +58,11 @@ def panel_texts(tokenizer: Tokenizer) -> list[PanelText]:
     texts: list[PanelText] = []
     number = 0
     while sum(len(text.positions) for text in texts) < PANEL_POSITIONS:
-        drawn = conversation(Draw(random.Random(f"panel {number}"), held_out=True), long=number % 3 == 0)
+        drawn = panel_conversation(number)
         ids = tokenizer.encode(render_training_text(template, drawn), add_special_tokens=False).ids
         positions = tuple(place - 1 for place, flag in enumerate(mask.mark(ids)) if flag)
-        texts.append(PanelText(f"conversation {number}", tuple(ids), positions))
+        asked, num_prompt = chat_request(drawn), prompt_length(ids, tokenizer)
+        texts.append(PanelText(NAME.format(number), tuple(ids), positions, asked, num_prompt))
         number += 1
     return texts
 

@@ -30,6 +30,27 @@ def test_a_short_run_starts_a_server_and_sums_up(random_model_dir: Path, tmp_pat
     assert "ready" in (tmp_path / "server.log").read_text()
 
 
+def test_a_short_run_on_the_demo_model_asks_it_questions_too(
+    demo_model_dir: Path, demo_panel_path: Path, tmp_path: Path
+) -> None:
+    words = [
+        "--model",
+        str(demo_model_dir),
+        "--panel",
+        str(demo_panel_path),
+        "--out",
+        str(tmp_path),
+        "--short",
+    ]
+
+    code = run_command(main, [*words, "--only", "score_ref_panel", "needle", "mixed_load", "decode_kl"])
+
+    steps = json.loads((tmp_path / "summary.json").read_text())["result"]["steps"]
+    assert code == PASSED
+    assert [step["code"] for step in steps] == [PASSED] * 4
+    assert json.loads((tmp_path / "needle.json").read_text())["passed"]
+
+
 @pytest.mark.parametrize(
     ("codes", "worst"),
     [

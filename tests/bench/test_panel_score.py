@@ -33,6 +33,7 @@ def test_a_list_is_no_distance_from_itself(weights: list[float]) -> None:
     assert score.kl == pytest.approx(0.0, abs=1e-12)
     assert score.is_same_top
     assert score.num_unlisted == 0
+    assert score.logprob_error == 0.0
 
 
 @given(Weights, Weights)
@@ -54,6 +55,7 @@ def test_the_divergence_is_exact_where_all_ids_are_listed() -> None:
     expected = 0.5 * math.log(0.5 / 0.3) + 0.3 * math.log(0.3 / 0.6) + 0.2 * math.log(0.2 / 0.1)
     assert score.kl == pytest.approx(expected, rel=1e-12)
     assert not score.is_same_top
+    assert score.logprob_error == pytest.approx((math.log(0.5 / 0.3) + math.log(0.6 / 0.3)) / 2)
 
 
 def test_lists_without_a_common_id_are_far_apart() -> None:
@@ -113,3 +115,13 @@ def test_a_file_that_is_no_panel_is_refused(content: str, reason: str, tmp_path:
 
     with pytest.raises(BadInput, match=reason):
         load_panel(path)
+
+
+def test_a_sure_model_s_damage_shows_in_its_unlikely_tokens() -> None:
+    reference = {1: -1e-6, 2: -14.0, 3: -15.0}
+    served = {1: -1e-6, 2: -17.0, 3: -18.0}
+
+    score = score_position(reference, served)
+
+    assert score.kl < 1e-4
+    assert score.logprob_error == pytest.approx(2.0)
