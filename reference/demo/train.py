@@ -176,7 +176,7 @@ class Trainer:
             from reference.demo.kernels import gpu_functions
 
             torch.set_float32_matmul_precision("highest")
-            self.functions = gpu_functions(self.device, with_fused=not options.no_fused)
+            self.functions = gpu_functions(self.device, with_fused=not options.no_fused, tune=options.tune)
         self.optimisers = optimisers(self.model, options)
         self.base_rates = [optimiser.param_groups[0]["lr"] for optimiser in self.optimisers]
         tokenizer = Tokenizer.from_file(str(FILES / "tokenizer.json"))
@@ -260,6 +260,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="the shape for tests")
     parser.add_argument(
         "--no-fused", action="store_true", help="PyTorch for the elementwise parts: slower, starts in seconds"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="time fla's kernel configurations first: minutes, not seconds"
     )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seconds", type=float, default=math.inf, help="end the schedule after this time")
