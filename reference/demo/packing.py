@@ -23,8 +23,8 @@ ALIGN = 4
 """Documents start at multiples of the indexer's pool."""
 LONG_SHARE = 8
 """One conversation in so many is long, so that sparse attention is trained too."""
-DRILL_SHARE = 3
-"""One conversation in so many is a drill: about two tokens in five."""
+DRILL_SHARE = 2
+"""One conversation in so many is a drill."""
 
 
 @dataclass(frozen=True, slots=True)
