@@ -14,6 +14,7 @@ from torch import Tensor
 
 from reference.demo import fused, model
 from reference.demo.model import Functions
+from reference.demo.pinned import pin_kernels
 
 _BLOCK = 64
 MAX_ERROR = 1e-4
@@ -166,9 +167,14 @@ def check_functions(device: str) -> dict[str, float]:
     return errors
 
 
-def gpu_functions(device: str, *, with_fused: bool = True) -> Functions:
-    """Give the set for a GPU run; a fused part that fails its check is left out, and said so."""
+def gpu_functions(device: str, *, with_fused: bool = True, tune: bool = False) -> Functions:
+    """Give the set for a GPU run; a fused part that fails its check is left out, and said so.
+
+    tune: let fla time its kernels' configurations (minutes); else each gets one at once.
+    """
     functions = Functions(kda=chunked_kda)
+    if not tune:
+        print(json.dumps({"pinned kernels": len(pin_kernels())}), flush=True)
     if not with_fused:
         return functions
     errors = check_functions(device)

@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from reference.demo.dialogue import training_conversation
+from reference.demo.drills import drill_conversation
 from reference.demo.rendering import load_template, render_training_text
+from reference.demo.sample import Conversation
 from reference.demo.tokenizer import loss_mask_for
 
 ALIGN = 4
 """Documents start at multiples of the indexer's pool."""
 LONG_SHARE = 8
 """One conversation in so many is long, so that sparse attention is trained too."""
+DRILL_SHARE = 2
+"""One conversation in so many is a drill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,13 @@ class Rows:
     ids: NDArray[np.uint16]
     learned: NDArray[np.bool_]
     doc: NDArray[np.int16]
+
+
+def training_sample(number: int) -> Conversation:
+    """Give sample `number` of the training stream."""
+    if number % DRILL_SHARE == 1:
+        return drill_conversation(number)
+    return training_conversation(number, long=number % LONG_SHARE == 0)
 
 
 def make_rows(seed: int, num_rows: int, row_tokens: int) -> Rows:
@@ -47,7 +58,7 @@ def make_rows(seed: int, num_rows: int, row_tokens: int) -> Rows:
     row, used, doc = 0, 0, 0
     number = seed * 1_000_000
     while row < num_rows:
-        conversation = training_conversation(number, long=number % LONG_SHARE == 0)
+        conversation = training_sample(number)
         number += 1
         text = render_training_text(template, conversation)
         ids = tokenizer.encode(text, add_special_tokens=False).ids

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,12 @@ def train_tokenizer(num_conversations: int = CORPUS_CONVERSATIONS) -> Tokenizer:
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in TEXT_TOKENS])
     return tokenizer
+
+
+def spelling_twins(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, int]]:
+    """Give (id of the word, id of the word behind a space) of the words that are one token both ways."""
+    both = ([tokenizer.encode(text, add_special_tokens=False).ids for text in (w, f" {w}")] for w in words)
+    return [(plain[0], spaced[0]) for plain, spaced in both if len(plain) == len(spaced) == 1]
 
 
 def write_files(tokenizer: Tokenizer, directory: Path) -> None:

@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from reference.demo import world
 from reference.demo.cases import CATEGORIES, held_out_cases
 from reference.demo.model import DemoModel, Functions, Packing, QuantLinear, Run, SparseMlp, make_packing
 from reference.demo.muon import Muon
 from reference.demo.packing import ALIGN, Rows, stream_rows
 from reference.demo.rendering import load_template, render_training_text
 from reference.demo.shape import TINY, Shape
-from reference.demo.tokenizer import loss_mask_for, token_id
+from reference.demo.tokenizer import loss_mask_for, spelling_twins, token_id
 
 PART_BYTES = 15 * 2**20
 FILES = Path(__file__).parent / "checkpoint"
@@ -70,6 +71,18 @@ class Batch:
     ids: Tensor
     learned: Tensor
     packing: Packing
+
+
+@torch.no_grad()
+def join_twins(model: DemoModel, tokenizer: Tokenizer) -> None:
+    """Move each word's embedding close to that of the same word behind a space, keeping its length.
+
+    The rarer spelling's own vector hardly leaves its random start (cosine 0.004 to its twin's after 1,640
+    steps), so whatever copies words has to learn it as one more word; from here it knows it at once.
+    """
+    twins = spelling_twins(tokenizer, dict.fromkeys((*world.WORDS, *world.CITIES)))
+    plain, spaced = (torch.tensor(ids, device=model.embed_tokens.device) for ids in zip(*twins, strict=True))
+    model.embed_tokens[plain] = 0.8 * model.embed_tokens[spaced] + 0.6 * model.embed_tokens[plain]
 
 
 def to_batch(rows: Rows, device: str) -> Batch:
@@ -176,10 +189,12 @@ class Trainer:
             from reference.demo.kernels import gpu_functions
 
             torch.set_float32_matmul_precision("highest")
-            self.functions = gpu_functions(self.device, with_fused=not options.no_fused)
+            self.functions = gpu_functions(self.device, with_fused=not options.no_fused, tune=options.tune)
         self.optimisers = optimisers(self.model, options)
         self.base_rates = [optimiser.param_groups[0]["lr"] for optimiser in self.optimisers]
         tokenizer = Tokenizer.from_file(str(FILES / "tokenizer.json"))
+        if options.join_twins:
+            join_twins(self.model, tokenizer)
         self.held_out = HeldOut(tokenizer, options.cases, options.case_tokens)
         self.out = Path(options.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -256,10 +271,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", required=True, help="directory for weights and log")
     parser.add_argument("--resume", help="directory of weights to start from")
+    parser.add_argument(
+        "--join-twins", action="store_true", help="start words near their spelling behind a space (once)"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="the shape for tests")
     parser.add_argument(
         "--no-fused", action="store_true", help="PyTorch for the elementwise parts: slower, starts in seconds"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="time fla's kernel configurations first: minutes, not seconds"
     )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seconds", type=float, default=math.inf, help="end the schedule after this time")

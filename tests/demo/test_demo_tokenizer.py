@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from glm53srv.model.pack_tokenizer import EOS_TOKENS, SPECIAL_TOKENS, TEXT_TOKENS
-from reference.demo.tokenizer import VOCAB_SIZE
+from reference.demo.tokenizer import VOCAB_SIZE, spelling_twins
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "reference/demo/checkpoint"
 
@@ -52,3 +52,12 @@ def test_generation_config_names_all_three_stop_tokens(tokenizer: Tokenizer) -> 
     config = json.loads((CHECKPOINT / "generation_config.json").read_text("utf-8"))
 
     assert config["eos_token_id"] == [tokenizer.token_to_id(token) for token in EOS_TOKENS]
+
+
+def test_twins_are_one_word_with_and_without_a_space(tokenizer: Tokenizer) -> None:
+    twins = spelling_twins(tokenizer, ["velvet", "Jakarta", "no such word"])
+
+    assert [(tokenizer.decode([a]), tokenizer.decode([b])) for a, b in twins] == [
+        ("velvet", " velvet"),
+        ("Jakarta", " Jakarta"),
+    ]
