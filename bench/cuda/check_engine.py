@@ -5,7 +5,7 @@
 
 `exact`: prefill and decode logits of both, in one process with the same numerics: equal bit for bit, with a
 cache of few slots that poisons them before each copy, staging on, chunks paused between layers by decode
-steps, alone and in batches of 2 and 4 as stock runs them. Prints a line per case; exits with 1 if one differs.
+steps, alone and in batches of 2 and 4 as stock runs them. A line per case; exits with 1 if one differs.
 `fast`: the same tokens decoded with the CPU's experts against the saved logits of `exact`: KL and top-1.
 """
 

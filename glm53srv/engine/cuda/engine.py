@@ -177,7 +177,7 @@ class CudaEngine:
         if wrong:
             layer, expert = divmod(wrong[0], self._offload.policy.geometry.num_experts)
             raise EngineError(
-                f"expert {expert} of sparse layer {layer} differs in VRAM from its home copy: memory is faulty"
+                f"expert {expert} of sparse layer {layer} differs in VRAM from its home copy: bad memory"
             )
         return len(keys)
 
@@ -327,7 +327,7 @@ class CudaEngine:
             state.free()
 
     def _warm_decode(self, width: int, position: int) -> None:
-        """Decode steps behind a long context whose recurrent part is empty, which costs and chooses the same."""
+        """Decode behind a long context whose recurrent part is empty: the same kernels, the same time."""
         states = [self._model.new_state() for _ in range(width)]
         share = self._limits.num_pages // self._limits.max_streams
         pages = [list(range(row * share, (row + 1) * share)) for row in range(width)]

@@ -52,7 +52,7 @@ class CudaOptions:
 
     cache_tokens: room of the paged cache over all sequences. max_chunk_tokens: a prefill chunk at most; less
     if the card cannot hold its activations. vram_bytes: what of the card may be used, None for all that is
-    free. chunk_slots: slots lent together. stage_min_picks: None scales the default by the experts of a layer.
+    free. chunk_slots: slots lent together. stage_min_picks: None scales the default by a layer's experts.
     crew_threads, crew_cpus: of the CPU workers, in fast mode; 0 threads leaves them out. poisons: for tests.
     """
 
@@ -105,7 +105,7 @@ class OpenedOffload:
 
 
 def limit_vram(options: CudaOptions) -> torch.device:
-    """Choose the device and hold the process to its share. Raises MachineError for a share that is too large."""
+    """Choose the device and hold the process to its share. Raises MachineError if the card has less."""
     device = torch.device("cuda", options.device)
     torch.cuda.set_device(device)
     total = torch.cuda.get_device_properties(device).total_memory

@@ -3,8 +3,8 @@
     begin_chunk -> run_layers [0, a) -> run_layers [a, b) ... -> last_hidden -> head        prefill
     decode                                                                                  one step
 
-One thread, under torch.inference_mode(). The package's scratch belongs to the device, and nothing in it is live
-between two modules: a decode step between two layers of a chunk changes no bit of either.
+One thread, under torch.inference_mode(). The package's scratch belongs to the device, and nothing in it is
+live between two modules: a decode step between two layers of a chunk changes no bit of either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sparse layer of the package whose experts live in the offload: three seams, each a method or an attribute.
+"""A sparse layer of the package whose experts live in the offload: three seams, methods or attributes.
 
 forward             begin_layer before the router, end_layer behind the experts        prefill
 routing_fn          plan_layer behind the router: it may zero weights                  decode

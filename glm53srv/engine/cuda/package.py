@@ -34,7 +34,7 @@ PINNED: dict[Mode, dict[str, str]] = {
         "EXL3_INT8_GEMV": "1",  # with the residual pass
     },
 }
-"""What the package reads when it is imported, by mode; every value decides numerics, so none is left to it."""
+"""What the package reads when it is imported, by mode: every value decides numerics."""
 
 SEAMS = {
     "exllamav3.modules.block_sparse_mlp.BlockSparseMLP": ("forward", "load_local", "cpu_split_combine"),
