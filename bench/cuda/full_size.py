@@ -60,10 +60,12 @@ def write_model_dir(source: Path, target: Path, num_layers: int | None) -> None:
         for name in ("layer_types", "mlp_layer_types", "indexer_types"):
             if name in text:
                 text[name] = text[name][:num_layers]
-        for name in ("full_attn_layers", "kda_layers"):
-            kept = text["linear_attn_config"].get(name, [])
-            text["linear_attn_config"][name] = [layer for layer in kept if layer < num_layers]
+        linear = text["linear_attn_config"]
+        for name in linear.keys() & {"full_attn_layers", "kda_layers"}:
+            linear[name] = [layer for layer in linear[name] if layer < num_layers]
     text["num_nextn_predict_layers"] = 0
+    # The published configuration is that of the bf16 form; this is what its quantised checkpoint adds.
+    config.setdefault("quantization_config", {"quant_method": "exl3", "bits": 3.05, "codebook": "mul1"})
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (target / "processor_config.json").write_text(json.dumps(processor_json()), encoding="utf-8")
     shutil.copy(source / "generation_config.json", target)

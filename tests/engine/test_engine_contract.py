@@ -10,6 +10,7 @@ import pytest
 from glm53srv.engine.base import Engine, EngineLimits, SequenceStart, StepPlan
 from glm53srv.engine.cpu import CpuEngine, EngineOptions
 from glm53srv.engine.fake import FakeEngine
+from glm53srv.machine import read_machine
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.vram_plan import VramOptions
@@ -40,10 +41,29 @@ OFFLOAD = OffloadOptions(
 )
 
 
-@pytest.fixture(params=["fake", "cpu", "offload"])
+def make_cuda(model_dir: Path) -> Engine:
+    """Build the CUDA engine as strained as OFFLOAD, its few slots poisoned before each copy."""
+    from glm53srv.engine.cuda.engine import CudaEngine
+    from glm53srv.engine.cuda.loading import CudaOptions
+
+    options = CudaOptions(
+        mode="exact",
+        cache_tokens=2048,
+        max_chunk_tokens=64,
+        vram=VramOptions(max_slots=24),
+        chunk_slots=3,
+        stage_min_picks=64,
+        poisons=True,
+    )
+    return CudaEngine.load(model_dir, options, read_machine())
+
+
+@pytest.fixture(params=["fake", "cpu", "offload", pytest.param("cuda", marks=pytest.mark.cuda)])
 def engine(request: pytest.FixtureRequest, random_model_dir: Path) -> Iterator[Engine]:
     if request.param == "fake":
         made = make_fake()
+    elif request.param == "cuda":
+        made = make_cuda(random_model_dir)
     else:
         offload = OFFLOAD if request.param == "offload" else None
         options = EngineOptions(cache_tokens=2048, max_chunk_tokens=64, offload=offload)

@@ -81,8 +81,8 @@ def open_package(mode: Mode) -> Package:
     version = _import("exllamav3.version").__version__
     if version != EXLLAMAV3_VERSION:
         raise MachineError(
-            f"exllamav3 {version} is installed, this engine needs {EXLLAMAV3_VERSION} exactly: its kernels and "
-            f"tables are used from outside; pip install exllamav3=={EXLLAMAV3_VERSION}"
+            f"exllamav3 {version} is installed, this engine needs {EXLLAMAV3_VERSION}: it uses the "
+            f"package's kernels and tables; pip install exllamav3=={EXLLAMAV3_VERSION}"
         )
     extension = _import("exllamav3.ext").exllamav3_ext
     _check_seams(extension)
@@ -94,8 +94,8 @@ def pin_autotuners(root: ModuleType) -> int:
     """Leave every Triton autotuner of the linear attention its first configuration; gives how many there are.
 
     They choose by timing, at the first prefill, so two starts could differ in their sums: a measured pair of
-    choices had top-1 agreement 0.989 (0xSero/glm53-flash-offload). The first one is slower by little and always
-    the same.
+    choices had top-1 agreement 0.989 (0xSero/glm53-flash-offload). The first is
+    slower by little and always the same.
     """
     count = 0
     for tuner in _autotuners(root):

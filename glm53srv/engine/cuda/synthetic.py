@@ -170,7 +170,7 @@ class SyntheticTensors:
 def fill_arena(
     config: ModelConfig, options: ArenaOptions, num_threads: int = 8, seed: int = 0
 ) -> ExpertArena:
-    """Map an arena for the model and fill it with random codes and scales, then pin it. Raises MachineError."""
+    """Map an arena for the model, fill it with random codes and scales, and pin it. Raises MachineError."""
     moe = config.moe
     words = (TILE * EXPERT_BITS,) * 3
     layout = RecordLayout(config.hidden_size, moe.expert_size, words, CodebookName.MUL1)

@@ -1,4 +1,4 @@
-"""The CPU workers as the GPU's stream sees them: jobs by the plan kernel, a wait in the stream, their sum added."""
+"""The CPU workers as the GPU's stream sees them: jobs by the plan kernel, a wait, their sums added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALIBRATION_ROUNDS = 5
 class CpuLane:
     """Owns mailbox and crew. Engine thread only.
 
-    Per step: begin_step; per layer next_cell (for the plan kernel), publish, combine; after the step's end check.
+    Per step: begin_step; per layer next_cell (for the plan kernel), publish, combine; check after it.
     The stream's wait has no limit of its own: a crew that hangs answers every job by its watchdog, with an
     error that check() raises, so the stream goes on.
     """

@@ -1,6 +1,6 @@
 """The offload on a GPU: plans in the stream, policy on the host one step behind, copies beside both.
 
-decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts -> wait for the CPU, add its part
+decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts -> wait, add the CPU's part
 decode step     once its kernels are enqueued the host reads the log of the step before, advances residency,
                 issues copies, and enqueues the table's changes behind the step
 prefill layer   pointers of all experts: staged slot, else resident slot, else home; no log, no heat
@@ -33,7 +33,7 @@ from glm53srv.offload.vram_plan import VramPlan
 logger = logging.getLogger(__name__)
 
 MAX_SETTLING_ADVANCES = 6
-"""Advances after which called slots must be lent when no step runs: unmap, end of draining, landing, spare."""
+"""Advances after which called slots must be lent when no step runs: unmap, drained, landed, spare."""
 
 
 @dataclass(frozen=True, slots=True)
