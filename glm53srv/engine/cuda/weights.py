@@ -19,9 +19,9 @@ _PARTS = {"gate": Part.GATE, "up": Part.UP, "down": Part.DOWN}
 class ArenaTensors:
     """Stands in for a model's tensor collection (config.stc), as the package's own wrappers do.
 
-    The trellis of a routed expert is an alias of its bytes in the arena, in the device's address space:
-    nothing is read or allocated for it, and a kernel that follows the alias reads over the link. The arena must be
-    filled, pinned, and outlive the model.
+    A routed expert's trellis is an alias of its bytes in the arena, in the device's address space: nothing is
+    read or allocated for it, and a kernel that follows it reads over the link. The arena must be filled,
+    pinned, and outlive the model.
     """
 
     def __init__(
