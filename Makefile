@@ -23,6 +23,8 @@ lint: .venv/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'native/*.c' 'native/*.h')
+	$(BIN)/shellcheck .ci/run $$(git ls-files '*.sh')
+	$(BIN)/hadolint Dockerfile
 
 types: .venv/.test
 	$(BIN)/mypy

@@ -25,7 +25,7 @@ import numpy as np
 from glm53srv.kernels import Precision
 from glm53srv.machine import read_machine
 from glm53srv.model.checkpoint import CodebookName
-from glm53srv.offload.cost import fit_cpu_cost
+from glm53srv.offload.cost import fit_lane_cost
 from glm53srv.offload.device.arena import ArenaOptions, ExpertArena
 from glm53srv.offload.device.crew import Crew, CrewOptions
 from glm53srv.offload.device.layout import RecordLayout
@@ -124,7 +124,7 @@ def time_experts(crew: Crew, mailbox: Mailbox, repeats: int) -> None:
                 f"experts    rows {rows}, {count} experts: {median:7.2f} ms, fastest {fastest:.2f}; "
                 f"{median / count:.2f} ms per expert"
             )
-        fixed_ms, expert_ms = fit_cpu_cost(samples)
+        fixed_ms, expert_ms = fit_lane_cost(samples)
         print(f"cost       rows {rows}: GLM53_CT_A={fixed_ms:.3f} GLM53_CT_B={expert_ms:.3f}")
 
 

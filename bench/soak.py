@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
 import os
 import random
-import select
-import subprocess
 import sys
 import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-WAIT_S = 120.0
-PROBE_INTERVAL_S = 0.05
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.probes import WAIT_S, HealthProbe, IdleServer, describe_times, get
+
 WORDS = ("garden", "fox", "late", "tide", "harbour", "seven", "café", "東京", "\U0001f642")
 
 
@@ -239,72 +240,6 @@ async def run_chaos(
             group.create_task(work(ChaosClient(target, seed + at, tally)))
 
 
-class IdleServer:
-    """A process that answers every request at once and does nothing else: what the machine itself costs."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, os.path.abspath(__file__), "--idle"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None, "a pipe was asked for"
-        self.url = f"http://127.0.0.1:{self._process.stdout.readline().strip()}"
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.communicate("", timeout=WAIT_S)
-
-
-async def idle() -> None:
-    """Be the process of IdleServer."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        print(server.sockets[0].getsockname()[1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-
-
-class HealthProbe:
-    """A process that asks /health on one connection until its standard input closes."""
-
-    def __init__(self, url: str) -> None:
-        command = [sys.executable, os.path.abspath(__file__), "--probe", "--url", url]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def stop(self) -> list[tuple[int, float]]:
-        """End it; gives (status, seconds) of every answer."""
-        out, _ = self._process.communicate("", timeout=WAIT_S)
-        return [(status, seconds) for status, seconds in json.loads(out)]
-
-
-def probe(url: str) -> None:
-    """Be the process of HealthProbe."""
-    answers = []
-    while not select.select([sys.stdin], [], [], PROBE_INTERVAL_S)[0]:  # readable at its end, and only then
-        begin_s = time.perf_counter()
-        try:
-            status = get(url, "/health")[0]
-        except OSError:
-            status = 0
-        answers.append((status, time.perf_counter() - begin_s))
-    print(json.dumps(answers))
-
-
-def get(url: str, path: str, key: str | None = None) -> tuple[int, bytes]:
-    """Fetch one path on a fresh connection."""
-    parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=WAIT_S)
-    try:
-        connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
 def judge_health(answers: Sequence[tuple[int, float]], limit_s: float, tally: Tally) -> str:
     """Note failed and slow probes; gives a line about all of them."""
     if not answers:
@@ -314,17 +249,6 @@ def judge_health(answers: Sequence[tuple[int, float]], limit_s: float, tally: Ta
         if status != 200 or seconds > limit_s:
             tally.problem(f"/health: status {status} after {seconds * 1e3:.0f} ms")
     return describe_times(answers)
-
-
-def describe_times(answers: Sequence[tuple[int, float]]) -> str:
-    """Give a line about the times of probes."""
-    if not answers:
-        return "never asked"
-    times_ms = sorted(seconds * 1e3 for _, seconds in answers)
-    return (
-        f"{len(answers)} times, median {times_ms[len(times_ms) // 2]:.1f} ms, "
-        f"p99 {times_ms[len(times_ms) * 99 // 100]:.1f} ms, most {times_ms[-1]:.1f} ms"
-    )
 
 
 def judge_rest(url: str, key: str | None, tally: Tally) -> str:
@@ -407,16 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-body-mib", type=int, default=32, help="the server's --max-body-mib")
     parser.add_argument("--health-ms", type=float, default=100.0)
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--idle", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.key = os.environ.get("GLM53_API_KEY", "").partition(",")[0] or None
-    if options.idle:
-        asyncio.run(idle())
-        return 0
-    if options.probe:
-        probe(options.url)
-        return 0
     tally = soak(options)
     for problem in tally.problems:
         print("PROBLEM", problem)

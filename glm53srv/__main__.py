@@ -3,11 +3,16 @@
     glm53srv serve     [options]              serve the model over HTTP
     glm53srv generate  PROMPT [options]       answer one prompt in the terminal
     glm53srv doctor    [--json] [options]     say what this machine can run, and why
+    glm53srv doctor    --plan [--json] [--vram GIB] [--ram GIB] [options]
+                                              say what VRAM and RAM are for, and whether they suffice
+    glm53srv config    [--json] [options]     say which values are in force, and where they come from
+    glm53srv download  [--verify] [options]   fetch the model, or complete it; --verify hashes all of it
     glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
     glm53srv panel make --out FILE [options]  write a reference panel of a model, to score servers against
 
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
-failed; 1 anything else; 128 + n ended by signal n a second time.
+failed; 6 the download; 1 anything else; 128 + n ended by signal n, before the port was open or a second time.
+doctor ends with the code that serve would end with.
 """
 
 from __future__ import annotations
@@ -17,21 +22,30 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from glm53srv import __version__
-from glm53srv.errors import ConfigError, Glm53Error
+from glm53srv.errors import CheckpointError, ConfigError, Glm53Error
+from glm53srv.options import closest_hint
+from glm53srv.probe import LocalProbe, Probe
 
 Command = Callable[[Sequence[str]], int]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one command and return its exit code. argv: without the program's name."""
+def main(argv: Sequence[str], probe: Probe | None = None) -> int:
+    """Run one command and return its exit code.
+
+    argv: without the program's name. probe: the machine that serve, doctor and config see, None for this one.
+    """
+    machine = probe or LocalProbe()
     commands: Mapping[str, Command] = {
-        "serve": _serve,
+        "serve": partial(_serve, machine),
         "generate": _generate,
-        "doctor": _doctor,
+        "doctor": partial(_doctor, machine),
+        "config": partial(_config, machine),
+        "download": _download,
         "pack": _pack,
         "panel": _panel,
     }
@@ -44,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     command = commands.get(argv[0])
     try:
         if command is None:
-            raise ConfigError(f"unknown command {argv[0]!r}; the commands are {', '.join(commands)}")
+            hint = closest_hint(argv[0], commands)
+            raise ConfigError(f"unknown command {argv[0]!r}{hint}; the commands are {', '.join(commands)}")
         if any(word in ("-h", "--help") for word in argv[1:]):
             print(_help())
             return 0
@@ -57,19 +72,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run() -> None:
-    """Entry point of the console script."""
-    raise SystemExit(main(sys.argv[1:]))
+    """Entry point of the console script, and the only place that changes what signals do to the process."""
+    argv = sys.argv[1:]
+    if argv[:1] in (["serve"], ["download"]):
+        from glm53srv.download_command import end_at_signals
+
+        end_at_signals()
+    raise SystemExit(main(argv))
 
 
-def _serve(argv: Sequence[str]) -> int:
+def _serve(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
-    from glm53srv.doctor import require_servable
-    from glm53srv.machine import read_machine
+    from glm53srv.doctor.examine import require_machine, require_servable
+    from glm53srv.download_command import fetch_if_missing
     from glm53srv.server import serve
 
-    config = load_config(argv)
+    config = load_config(argv, num_cores=probe.facts().num_physical_cores)
     set_up_logging(config.server.log_level)
-    require_servable(config, read_machine())
+    require_machine(config, probe)  # before 125 GB are fetched for nothing
+    if fetched := fetch_if_missing(config, sys.stderr):
+        logging.getLogger(__name__).info("fetched %s", fetched)
+    require_servable(config, probe)
     return _run_loop(serve(config, sys.stderr))
 
 
@@ -83,16 +106,45 @@ def _generate(argv: Sequence[str]) -> int:
     return _run_loop(generate(config, options, sys.stdout, sys.stderr))
 
 
-def _doctor(argv: Sequence[str]) -> int:
+def _doctor(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
-    from glm53srv.doctor import as_json, examine, report
-    from glm53srv.machine import read_machine
+    from glm53srv.doctor.examine import examine
+    from glm53srv.doctor.findings import as_json, exit_code, report
+    from glm53srv.doctor.plan import PlanFlags, make_plan
+    from glm53srv.flags import take_flags
 
-    rest = [word for word in argv if word != "--json"]
-    findings = examine(load_config(rest), read_machine())
-    answer = as_json(findings)
-    print(json.dumps(answer, indent=2) if "--json" in argv else report(findings))
-    return 0 if answer["ok"] else 1
+    words, switches = take_flags(argv, {}, ("--json", "--plan"))
+    flags, rest = PlanFlags.take(words)
+    config = load_config(rest, num_cores=probe.facts().num_physical_cores, needs_model=False)
+    is_json = "--json" in switches
+    if "--plan" in switches:
+        plan = make_plan(config, probe, flags)
+        print(json.dumps(plan.as_json(), indent=2) if is_json else plan.text())
+        return plan.exit_code
+    if flags.is_given:
+        raise ConfigError("--vram and --ram pretend a machine for a plan; add --plan")
+    findings = examine(config, probe)
+    print(json.dumps(as_json(findings), indent=2) if is_json else report(findings))
+    return exit_code(findings)
+
+
+def _config(probe: Probe, argv: Sequence[str]) -> int:
+    from glm53srv.config import process_environment
+    from glm53srv.config_command import show_config
+    from glm53srv.flags import take_flags
+
+    rest, switches = take_flags(argv, {}, ("--json",))
+    num_cores = probe.facts().num_physical_cores
+    print(show_config(rest, process_environment(), num_cores, is_json="--json" in switches))
+    return 0
+
+
+def _download(argv: Sequence[str]) -> int:
+    from glm53srv.download_command import download_command
+
+    set_up_logging("warning")
+    print(download_command(argv, sys.stderr))
+    return 0
 
 
 def _pack(argv: Sequence[str]) -> int:
@@ -109,7 +161,12 @@ def _pack(argv: Sequence[str]) -> int:
     if not seed.isdigit():
         raise ConfigError(f"--seed is {seed!r}, must be a whole number from 0")
     out_dir = Path(flags["--out"]).expanduser()
-    pack_random_model(out_dir, int(seed), ProgressLine(sys.stderr, label="packing"))
+    try:
+        pack_random_model(out_dir, int(seed), ProgressLine(sys.stderr, label="packing"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{out_dir} cannot be written: {error.strerror or error}; name another directory with --out"
+        ) from error
     print(f"{out_dir}: a small random model; it speaks nonsense, and is for trying the server only")
     return 0
 
@@ -152,7 +209,7 @@ def _help() -> str:
     from glm53srv.options import usage
 
     assert __doc__ is not None
-    return f"{__doc__.strip()}\n\nOptions of serve, generate, doctor and panel:\n{usage()}"
+    return f"{__doc__.strip()}\n\nOptions of serve, generate, doctor, config, download and panel:\n{usage()}"
 
 
 if __name__ == "__main__":

@@ -1,35 +1,30 @@
-"""Configuration: one table of options, four sources, frozen results. The only reader of the environment.
+"""Configuration: frozen results of the table of options and its sources. The only reader of the environment.
 
-Sources, the later wins: default, file (TOML), environment, command line; inside one level the last value
-wins. The file is GLM53_CONFIG, or ./glm53srv.toml if it is there. Keys of the file are option names (`port =
-8080`). Every unknown flag, key or GLM53_* variable is an error that names the closest option.
+sources.py says which source wins and what is refused.
 """
 
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from glm53srv.errors import ConfigError
 from glm53srv.machine import read_machine
-from glm53srv.options import OPTIONS, closest_hint, parse_value
-
-ENV_PREFIX = "GLM53_"
-DEFAULT_CONFIG_FILE = "glm53srv.toml"
-
-Source = Literal["default", "file", "environment", "command line"]
+from glm53srv.sources import BY_NAME, Settings, Source, read_settings
 
 HIDDEN = "(hidden)"
 """Shown in place of a secret."""
 
-CONFIG_FILE_ENV = "GLM53_CONFIG"
-_BY_NAME = {option.name: option for option in OPTIONS}
-_BY_FLAG = {flag: option for option in OPTIONS for flag in option.flags}
-_BY_ENV = {option.env: option for option in OPTIONS}
+NO_MODEL = Path("(no model)")
+"""EngineConfig.model_dir where none was named, for commands that can do without."""
+
+NO_MODEL_TEXT = (
+    "no model; give --model DIR or set GLM53_MODEL_DIR (make a small random one with "
+    "`glm53srv pack random --out DIR`)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,8 @@ class OffloadConfig:
     stage_gib: float = 2.6
     elastic_gib: float = 10.0
     reserve_gib: float | None = None
+    heat_path: Path | None = None
+    heat_interval_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +63,19 @@ class EngineConfig:
     isa: str = "auto"
     precision: str = "exact32"
     offload: OffloadConfig = OffloadConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadConfig:
+    """Where a missing model comes from.
+
+    repo: None, nothing was named. revision: None, the default of the repository (see download.py).
+    is_allowed: serve may fetch.
+    """
+
+    repo: str | None = None
+    revision: str | None = None
+    is_allowed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,61 +117,52 @@ class Config:
     """Everything, resolved.
 
     values, sources: what was set and where it came from, by option name; defaults are left out, and secrets
-    are hidden.
+    are hidden. ignored: lines about names that were accepted without effect.
     """
 
     engine: EngineConfig
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
+    download: DownloadConfig = DownloadConfig()
     values: Mapping[str, object] = field(default_factory=dict)
     sources: Mapping[str, Source] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Raw option values after the sources are merged, before resolve()."""
-
-    values: Mapping[str, Any]
-    sources: Mapping[str, Source]
-
-
-def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Config:
+def load_config(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    num_cores: int | None = None,
+    needs_model: bool = True,
+) -> Config:
     """Merge all sources and resolve them.
 
     argv: command line arguments without program and subcommand. environ: None means the process environment.
-    Raises ConfigError, one line.
+    num_cores: physical cores, None asks the machine. Raises ConfigError, one line.
     """
-    settings = read_settings(argv, os.environ if environ is None else environ)
-    return resolve(settings, read_machine().num_physical_cores)
+    settings = read_settings(argv, process_environment() if environ is None else environ)
+    cores = read_machine().num_physical_cores if num_cores is None else num_cores
+    return resolve(settings, cores, needs_model=needs_model)
 
 
-def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Merge defaults, file, environment and command line. Raises ConfigError."""
-    values: dict[str, Any] = {option.name: option.default for option in OPTIONS}
-    sources: dict[str, Source] = {}
-    layers: tuple[tuple[Source, dict[str, Any]], ...] = (
-        ("file", _read_file(environ)),
-        ("environment", _read_environment(environ)),
-        ("command line", _read_arguments(argv)),
-    )
-    for source, layer in layers:
-        values.update(layer)
-        sources.update(dict.fromkeys(layer, source))
-    return Settings(values, sources)
+def process_environment() -> Mapping[str, str]:
+    """Give the environment of this process."""
+    return os.environ
 
 
-def resolve(settings: Settings, num_cores: int) -> Config:
-    """Compute derived values into a new object. Raises ConfigError when no model is named."""
+def resolve(settings: Settings, num_cores: int, *, needs_model: bool = True) -> Config:
+    """Compute derived values into a new object. Raises ConfigError when no model is named but needed."""
     values = settings.values
-    if values["model"] is None:
-        raise ConfigError(
-            "no model: give --model DIR or set GLM53_MODEL_DIR (make a small random one with "
-            "`glm53srv pack random --out DIR`)"
-        )
+    model_dir = values["model"]
+    if model_dir is None:
+        if needs_model:
+            raise ConfigError(NO_MODEL_TEXT)
+        model_dir = NO_MODEL
     threads = values["threads"]
     return Config(
         engine=EngineConfig(
-            model_dir=values["model"],
+            model_dir=model_dir,
             engine=values["engine"],
             mode=values["mode"],
             cache_tokens=values["cache_tokens"],
@@ -176,8 +177,14 @@ def resolve(settings: Settings, num_cores: int) -> Config:
             max_queue=values["max_queue"], target_gap_s=values["target_gap_ms"] / 1000.0
         ),
         server=_server_config(values),
-        values={name: HIDDEN if _BY_NAME[name].is_secret else values[name] for name in settings.sources},
+        download=DownloadConfig(
+            repo=values["model_repo"],
+            revision=values["model_revision"],
+            is_allowed=values["model_download"] == "1",
+        ),
+        values={name: HIDDEN if BY_NAME[name].is_secret else values[name] for name in settings.sources},
         sources=settings.sources,
+        ignored=settings.ignored,
     )
 
 
@@ -185,7 +192,7 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
     return OffloadConfig(
         kind=values["offload"],
         ct_cpus=values["ct_cpus"],
-        ct_threads=values["ct_threads"],
+        ct_threads=values["ct_threads"] or None,  # 0 in the original interface
         ct_a_ms=values["ct_a"],
         ct_b_ms=values["ct_b"],
         ct_tzc_ms=values["ct_tzc"],
@@ -194,12 +201,14 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
         stage_gib=values["ec_stage_gb"],
         elastic_gib=values["ec_elastic_gb"],
         reserve_gib=values["ec_reserve_gb"],
+        heat_path=values["ec_heat"],
+        heat_interval_s=60.0 * values["ec_heat_minutes"],
     )
 
 
 def _server_config(values: Mapping[str, Any]) -> ServerConfig:
     if (values["tls_cert"] is None) != (values["tls_key"] is None):
-        raise ConfigError("--tls-cert and --tls-key belong together: give both or none")
+        raise ConfigError("--tls-cert and --tls-key belong together; give both or none")
     return ServerConfig(
         host=values["host"],
         port=values["port"],
@@ -226,7 +235,7 @@ def _api_keys(text: str | None) -> tuple[str, ...]:
     if text is not None and not keys:
         raise ConfigError("GLM53_API_KEY holds no key; set one, or leave it unset to serve without keys")
     if any(not 0x21 <= ord(char) <= 0x7E for key in keys for char in key):
-        raise ConfigError("GLM53_API_KEY: a key may hold only visible ASCII characters")
+        raise ConfigError("GLM53_API_KEY may hold only visible ASCII characters; choose another key")
     return keys
 
 
@@ -241,56 +250,5 @@ def default_threads(num_cores: int) -> int:
 
 def describe(config: Config) -> list[str]:
     """Name every value that is not a default, with its source: lines like `port = 8080 (environment)`."""
-    return [f"{name} = {config.values[name]} ({source})" for name, source in config.sources.items()]
-
-
-def _read_file(environ: Mapping[str, str]) -> dict[str, Any]:
-    named = environ.get(CONFIG_FILE_ENV)
-    path = Path(named if named else DEFAULT_CONFIG_FILE)
-    if not named and not path.is_file():
-        return {}
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    values = {}
-    for key, value in table.items():
-        option = _BY_NAME.get(key)
-        if option is None:
-            raise ConfigError(f"{path}: unknown key {key!r}{closest_hint(key, _BY_NAME)}")
-        if isinstance(value, dict | list):
-            raise ConfigError(f"{path}: {key} must be a single value")
-        values[key] = parse_value(option, str(value), f"{path}: {key}")
-    return values
-
-
-def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    values = {}
-    for name, text in environ.items():
-        option = _BY_ENV.get(name)
-        if option is not None:
-            if text != "":  # an empty variable is an unset one, as compose files write it
-                values[option.name] = parse_value(option, text, name)
-        elif name.startswith(ENV_PREFIX) and name != CONFIG_FILE_ENV:
-            raise ConfigError(f"unknown environment variable {name}{closest_hint(name, _BY_ENV)}")
-    return values
-
-
-def _read_arguments(argv: Sequence[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, text = word.partition("=")
-        option = _BY_FLAG.get(flag)
-        if option is None:
-            kind = "option" if word.startswith("-") else "argument"
-            raise ConfigError(f"unknown {kind} {word!r}{closest_hint(flag, _BY_FLAG)}")
-        if not equals:
-            if not rest:
-                raise ConfigError(f"{flag} needs a value")
-            text = rest.pop(0)
-        values[option.name] = parse_value(option, text, flag)
-    return values
+    given = [f"{name} = {config.values[name]} ({source})" for name, source in config.sources.items()]
+    return [*given, *config.ignored]

@@ -4,6 +4,7 @@
     |-- ConfigError        a flag, environment variable or file entry is wrong      exit code 2
     |-- CheckpointError    the model directory cannot be served                      exit code 3
     |-- MachineError       this machine lacks something (memory, instruction set)    exit code 4
+    |-- DownloadError      the model could not be fetched                            exit code 6
     |-- EngineError        a step failed; the engine must be closed                  exit code 5
     |-- GrammarError       a constraint cannot be compiled; the API makes it a 400
     `-- RequestError       one request is refused; the server goes on                an HTTP answer
@@ -51,6 +52,12 @@ class EngineError(Glm53Error):
     """A step failed. Only Engine.close() may follow."""
 
     exit_code = 5
+
+
+class DownloadError(Glm53Error):
+    """The model could not be fetched, or not whole; running the same command again goes on from there."""
+
+    exit_code = 6
 
 
 class GrammarError(Glm53Error):

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TextIO
 
 from glm53srv.api.chat_template import ChatMessage, TemplateOptions, render_chat
+from glm53srv.api.generations import Generations, open_generations
 from glm53srv.api.lifecycle import Lifecycle
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.api.output_events import ContentDelta, ReasoningDelta
 from glm53srv.api.output_parser import OutputParser
 from glm53srv.api.served import ServedModel
-from glm53srv.api.service import GenerationJob, Generations, open_generations
+from glm53srv.api.service import GenerationJob
 from glm53srv.config import Config
 from glm53srv.errors import ConfigError
 from glm53srv.flags import take_flags

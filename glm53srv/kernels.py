@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glm53srv.array_checks import as_rows, expect, shape_of
 from glm53srv.errors import MachineError
 from glm53srv.exl3_matrix import MATRIX_STRUCT, Codebook, Exl3Matrix, ExpertTable, Float16
 from glm53srv.native_library import CpuFeatures, Isa, NativeLibrary, open_library
@@ -152,7 +153,7 @@ class KernelPool:
 
     def hadamard(self, x: Float32) -> Float32:
         """Transform each run of 128 columns by the orthonormal Hadamard matrix. x: float32 (rows, width)."""
-        x = _rows(x, None)
+        x = as_rows(x, None)
         y = np.empty_like(x)
         if len(x):
             arguments = (self._floats(x), *x.shape, self._floats(y))
@@ -161,7 +162,7 @@ class KernelPool:
 
     def linear(self, x: Float32, matrix: Exl3Matrix, precision: Precision = Precision.EXACT32) -> Float32:
         """Multiply x float32 (rows, in) into float32 (rows, out), scales, transforms and bias included."""
-        x = _rows(x, matrix.in_features)
+        x = as_rows(x, matrix.in_features)
         y = np.empty((len(x), matrix.out_features), np.float32)
         if len(x):
             arguments = (self._matrix(matrix), self._floats(x), len(x), int(precision), self._floats(y))
@@ -185,7 +186,7 @@ class KernelPool:
         swiglu_limit, 0 for none. Gives float32 (rows, hidden). Raises ValueError for shapes, or picks outside
         the table.
         """
-        x = _rows(x, table.hidden)
+        x = as_rows(x, table.hidden)
         picks = np.ascontiguousarray(picks, np.int32)
         weights = np.ascontiguousarray(weights, np.float32)
         if picks.ndim != 2 or picks.shape != weights.shape or len(picks) != len(x):
@@ -209,11 +210,11 @@ class KernelPool:
         Gives u (rows, hidden), the block's input before its norm; post (rows, 4) and comb (rows, 4, 4) for
         mhc_apply.
         """
-        rows, streams, hidden = _shape(x, "x", 3)
-        _expect(x, "x", (rows, 4, hidden))
-        _expect(site.fn, "fn", (24, streams * hidden))
-        _expect(site.base, "base", (24,))
-        _expect(site.scale, "scale", (3,))
+        rows, streams, hidden = shape_of(x, "x", 3)
+        expect(x, "x", (rows, 4, hidden))
+        expect(site.fn, "fn", (24, streams * hidden))
+        expect(site.base, "base", (24,))
+        expect(site.scale, "scale", (3,))
         u = np.empty((rows, hidden), np.float32)
         post, comb = np.empty((rows, 4), np.float32), np.empty((rows, 4, 4), np.float32)
         if rows:
@@ -231,11 +232,11 @@ class KernelPool:
         x: float32 (rows, 4, hidden); y: (rows, hidden); post, comb: from mhc_site. Gives a new (rows, 4,
         hidden).
         """
-        rows, _, hidden = _shape(x, "x", 3)
-        _expect(x, "x", (rows, 4, hidden))
-        _expect(y, "y", (rows, hidden))
-        _expect(post, "post", (rows, 4))
-        _expect(comb, "comb", (rows, 4, 4))
+        rows, _, hidden = shape_of(x, "x", 3)
+        expect(x, "x", (rows, 4, hidden))
+        expect(y, "y", (rows, hidden))
+        expect(post, "post", (rows, 4))
+        expect(comb, "comb", (rows, 4, 4))
         out = np.empty_like(x)
         if rows:
             arguments = (*map(self._floats, (x, y, post, comb)), rows, hidden, self._floats(out))
@@ -252,12 +253,12 @@ class KernelPool:
         (sequences, tokens, heads). Gives o like q. One call for many tokens gives the bits of one call per
         token.
         """
-        shape = _shape(q, "q", 4)
+        shape = shape_of(q, "q", 4)
         sequences, tokens, heads, _ = shape
-        _expect(q, "q", (sequences, tokens, heads, 128))
+        expect(q, "q", (sequences, tokens, heads, 128))
         for name, array in (("k", k), ("v", v), ("g", g)):
-            _expect(array, name, shape)
-        _expect(beta, "beta", shape[:3])
+            expect(array, name, shape)
+        expect(beta, "beta", shape[:3])
         pointers = self._states(states, sequences, (heads, 128, 128))
         o = np.empty_like(q)
         if q.size:
@@ -275,9 +276,9 @@ class KernelPool:
         zeros at the start of a sequence. x: float32 (sequences, tokens, channels). weight: (4, channels),
         oldest tap first. Gives y like x, with the same bits for many tokens at once and one at a time.
         """
-        sequences, tokens, channels = _shape(x, "x", 3)
-        _expect(x, "x", (sequences, tokens, channels))
-        _expect(weight, "weight", (4, channels))
+        sequences, tokens, channels = shape_of(x, "x", 3)
+        expect(x, "x", (sequences, tokens, channels))
+        expect(weight, "weight", (4, channels))
         pointers = self._states(states, sequences, (3, channels))
         y = np.empty_like(x)
         if x.size:
@@ -295,7 +296,7 @@ class KernelPool:
             raise ValueError(
                 f"weight must be contiguous f32 or f16 (out, in), not {weight.dtype} {weight.shape}"
             )
-        x = _rows(x, weight.shape[1])
+        x = as_rows(x, weight.shape[1])
         y = np.empty((len(x), len(weight)), np.float32)
         if y.size:
             data = self._library.ffi.cast("void *", weight.ctypes.data)
@@ -313,9 +314,9 @@ class KernelPool:
 
     def rms_norm(self, x: Float32, weight: Float32 | None, eps: float) -> Float32:
         """Divide each row of x float32 (rows, width) by its root mean square, times weight (width,)."""
-        x = _rows(x, None)
+        x = as_rows(x, None)
         if weight is not None:
-            _expect(weight, "weight", (x.shape[1],))
+            expect(weight, "weight", (x.shape[1],))
         y = np.empty_like(x)
         if x.size:
             weight_data = self._library.ffi.NULL if weight is None else self._floats(weight)
@@ -323,12 +324,16 @@ class KernelPool:
             self._check(self._library.lib.glm53_rms_norm(self._handle(), *arguments))
         return y
 
+    def latent_attention(self, job: Any) -> None:
+        """Run a glm53_latent_job; see latent_kernel.py, which makes one of arrays."""
+        self._check(self._library.lib.glm53_latent_attention(self._handle(), job))
+
     def _states(self, states: Sequence[Float32], count: int, shape: tuple[int, ...]) -> Any:
         """Give a C array of pointers to per-sequence states, which must be writeable and distinct."""
         if len(states) != count:
             raise ValueError(f"{len(states)} states do not fit {count} sequences")
         for state in states:
-            _expect(state, "state", shape)
+            expect(state, "state", shape)
             if not state.flags.writeable:
                 raise ValueError("state is read-only")
         if len({state.ctypes.data for state in states}) != count:
@@ -369,22 +374,3 @@ class KernelPool:
 def cpu_features() -> CpuFeatures:
     """Say what this CPU and this build offer. Raises MachineError if the kernels are not built."""
     return open_library().features()
-
-
-def _rows(x: Float32, width: int | None) -> Float32:
-    """Check type and shape; give x, or a contiguous copy of it if it is strided."""
-    if x.dtype != np.float32 or x.ndim != 2 or (width is not None and x.shape[1] != width):
-        wanted = "(rows, width)" if width is None else f"(rows, {width})"
-        raise ValueError(f"expected float32 {wanted}, not {x.dtype} {x.shape}")
-    return np.ascontiguousarray(x)
-
-
-def _shape(array: Float32, name: str, num_dimensions: int) -> tuple[int, ...]:
-    if array.ndim != num_dimensions:
-        raise ValueError(f"{name} must have {num_dimensions} dimensions, not shape {array.shape}")
-    return array.shape
-
-
-def _expect(array: Float32, name: str, shape: tuple[int, ...]) -> None:
-    if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
-        raise ValueError(f"{name} must be contiguous float32 {shape}, not {array.dtype} {array.shape}")

@@ -7,8 +7,9 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-UNLIMITED = 2**62
-"""Sizes at or above this stand for "no limit" (cgroup v1 writes a number near 2**63)."""
+from glm53srv.cgroup import cpu_quota, memory_limit
+
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,10 @@ class MachineFacts:
     control group's memory limit, None without one. num_cores: cores this process may run on.
     num_physical_cores: distinct (package, core) pairs among them. cpu_flags: the kernel's names, such as
     avx2, fma, f16c. cpus: logical CPUs this process may run on, ascending; core_cpus: the first of each
-    physical core.
+    physical core. cpu_quota: processor time that the control groups grant, in cores, None without a limit.
+    memlock_bytes: memory this process may lock, None without a limit. transparent_huge_pages: always, madvise
+    or never, "" where the kernel has none. free_huge_bytes: free pages of the hugetlb pool. kernel: its
+    release.
     """
 
     architecture: str
@@ -33,6 +37,16 @@ class MachineFacts:
     nvidia_devices: tuple[str, ...]
     cpus: tuple[int, ...] = ()
     core_cpus: tuple[int, ...] = ()
+    cpu_quota: float | None = None
+    memlock_bytes: int | None = None
+    transparent_huge_pages: str = ""
+    free_huge_bytes: int = 0
+    kernel: str = ""
+
+    @property
+    def is_wsl(self) -> bool:
+        """Whether this is Linux under Windows, which caps pinned memory."""
+        return "microsoft" in self.kernel.lower()
 
     @property
     def usable_bytes(self) -> int:
@@ -64,10 +78,15 @@ def read_machine(root: Path = Path("/"), cores: frozenset[int] | None = None) ->
         num_physical_cores=len(first_cpus) or len(allowed),
         total_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", memory.get("MemFree", 0)),
-        limit_bytes=_cgroup_limit(root),
+        limit_bytes=memory_limit(root),
         nvidia_devices=_nvidia_devices(root),
         cpus=tuple(sorted(int(cpu["processor"]) for cpu in mine)) or tuple(sorted(allowed)),
         core_cpus=tuple(sorted(first_cpus.values())) or tuple(sorted(allowed)),
+        cpu_quota=cpu_quota(root),
+        memlock_bytes=_memlock_limit(_read(root / "proc/self/limits")),
+        transparent_huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        free_huge_bytes=memory.get("HugePages_Free", 0) * memory.get("Hugepagesize", 0),
+        kernel=_read(root / "proc/sys/kernel/osrelease").strip(),
     )
 
 
@@ -95,36 +114,28 @@ def _parse_cpuinfo(text: str) -> list[dict[str, str]]:
 
 
 def _parse_meminfo(text: str) -> dict[str, int]:
+    """Give sizes in bytes, and the entries without a unit as they are."""
     sizes = {}
     for line in text.splitlines():
         key, _, rest = line.partition(":")
         words = rest.split()
-        if len(words) == 2 and words[1] == "kB":
-            sizes[key] = int(words[0]) * 1024
+        if words and words[0].isdigit():
+            sizes[key] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
     return sizes
 
 
-def _cgroup_limit(root: Path) -> int | None:
-    """Memory limit of this process's own control group and its parents (v2), or of the v1 mount; the least
-    counts.
-
-    Inside a container the group's own files stand at the mount's top.
-    """
-    mount = root / "sys/fs/cgroup"
-    limits = [_limit(mount / "memory/memory.limit_in_bytes"), _limit(mount / "memory.max")]
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            group = mount / line[3:].strip().lstrip("/")
-            limits += [
-                _limit(folder / "memory.max") for folder in (group, *group.parents) if mount in folder.parents
-            ]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+def _memlock_limit(limits: str) -> int | None:
+    """Read the soft limit from /proc/self/limits; None if there is none or the file is not there."""
+    for line in limits.splitlines():
+        if line.startswith("Max locked memory"):
+            soft = line.removeprefix("Max locked memory").split()[0]
+            return int(soft) if soft.isdigit() else None
+    return None
 
 
-def _limit(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.isdigit() and int(text) < UNLIMITED else None
+def _chosen(text: str) -> str:
+    """Give the word in brackets of a line such as "always [madvise] never"."""
+    return next((word.strip("[]") for word in text.split() if word.startswith("[")), "")
 
 
 def _nvidia_devices(root: Path) -> tuple[str, ...]:

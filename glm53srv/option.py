@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["str", "path", "int", "float", "choice"]
@@ -14,7 +15,8 @@ class Option:
     names.
 
     minimum, maximum: bounds of a number, or None. unit and help go into --help and the documentation.
-    is_secret: the value is never shown.
+    is_secret: the value is never shown. refusals: values of a choice that users of other servers try, and
+    why they are not there.
     """
 
     name: str
@@ -29,3 +31,4 @@ class Option:
     minimum: float | None = None
     maximum: float | None = None
     is_secret: bool = False
+    refusals: Mapping[str, str] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from typing import Any
 
 from glm53srv.errors import ConfigError
 from glm53srv.option import Option
+from glm53srv.options_download import DOWNLOAD_OPTIONS
 from glm53srv.options_offload import OFFLOAD_OPTIONS
 
 OPTIONS: tuple[Option, ...] = (
@@ -45,7 +46,11 @@ OPTIONS: tuple[Option, ...] = (
         "fast may compute cold experts on the CPU; exact equals the stock kernels (CUDA engine only)",
         "model",
         choices=("fast", "exact"),
+        refusals=dict.fromkeys(
+            ("nvme", "nvme-exact", "nvme1", "nvme2", "nvme3"), "there is no NVMe mode, all experts lie in RAM"
+        ),
     ),
+    *DOWNLOAD_OPTIONS,
     Option(
         "cache_tokens",
         ("--cache-tokens", "-cs"),
@@ -297,20 +302,33 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
+def grouped() -> dict[str, list[Option]]:
+    """Give the options by group, both in the order of the table."""
+    groups: dict[str, list[Option]] = {}
+    for option in OPTIONS:
+        groups.setdefault(option.group, []).append(option)
+    return groups
+
+
+def operand(option: Option) -> str:
+    """Give what stands for the value in --help."""
+    words = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}
+    return "|".join(option.choices) or words[option.kind]
+
+
 def usage() -> str:
     """The options part of --help, grouped, with unit, default and variable name."""
-    lines: list[str] = []
-    group = ""
-    for option in OPTIONS:
-        if option.group != group:
-            group = option.group
-            lines += ["", f"{group}:"]
-        choices = "|".join(option.choices)
-        operand = choices or {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}.get(option.kind, "")
-        default = "" if option.default is None else f", default {option.default}"
-        unit = f" in {option.unit}" if option.unit else ""
-        lines.append(f"  {', '.join(option.flags)} {operand}")
-        lines.append(f"        {option.help} [{option.env}{unit}{default}]")
+    lines = ["", "configuration:", "  --config PATH"]
+    lines.append(
+        "        TOML file of option names and values [GLM53_CONFIG, default ./glm53srv.toml if there]"
+    )
+    for group, options in grouped().items():
+        lines += ["", f"{group}:"]
+        for option in options:
+            default = "" if option.default is None else f", default {option.default}"
+            unit = f" in {option.unit}" if option.unit else ""
+            lines.append(f"  {', '.join(option.flags)} {operand(option)}")
+            lines.append(f"        {option.help} [{option.env}{unit}{default}]")
     return "\n".join(lines)
 
 
@@ -318,9 +336,14 @@ def parse_value(option: Option, text: str, where: str) -> Any:
     """Turn text into the option's type. Raises ConfigError that names where the text stood."""
     if option.kind == "choice":
         if text not in option.choices:
-            raise ConfigError(f"{where} is {text!r}, must be one of {', '.join(option.choices)}")
+            known = dict.fromkeys(option.choices)
+            hint = option.refusals.get(text) or closest_hint(text, known).removeprefix(", ")
+            must = f"{where} is {text!r}, must be one of {', '.join(option.choices)}"
+            raise ConfigError(f"{must}; {hint}" if hint else must)
         return text
     if option.kind == "path":
+        if not text:
+            raise ConfigError(f"{where} is empty, must be a path")
         return Path(text).expanduser()
     if option.kind == "str":
         return text

@@ -22,9 +22,9 @@ from glm53srv.api.info_routes import describe_server
 from glm53srv.api.lifecycle import Lifecycle
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.config import Config, ServerConfig, describe
-from glm53srv.doctor import open_socket, remove_socket_file
 from glm53srv.errors import Glm53Error
 from glm53srv.http_server import serve_app
+from glm53srv.listener import open_socket, remove_socket_file
 from glm53srv.progress import ProgressLine
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ async def serve(config: Config, terminal: TextIO) -> int:
         checkpoint_loader(config),
         scheduler_settings(config),
         drain_timeout_s=config.server.drain_timeout_s,
-        report=ProgressLine(terminal),
+        report=ProgressLine(terminal, tells_time_left=True),
         on_failure=lambda _: stop.set(),
     )
     app = create_app(lifecycle, config.server, info=describe_server(config))

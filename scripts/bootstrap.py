@@ -3,7 +3,10 @@
 
     python3 scripts/bootstrap.py          what serving needs
     python3 scripts/bootstrap.py --dev    also what `make test` needs
+    python3 scripts/bootstrap.py --cuda   what serving on a GPU needs: torch, triton, exllamav3 (several GB)
     python3 scripts/bootstrap.py --triton .venv-triton, with what `make test-triton` needs (torch among it)
+
+--packages-only stops before the native kernels, for an image whose packages are a layer of their own.
 
 Debian and Ubuntu ship Python without ensurepip. Then the environment is made by the first of: a system pip
 that can install into another environment, uv, or (as root, with apt-get) the package python3-venv; else one
@@ -42,15 +45,23 @@ class Environment:
 
 SERVING = Environment(ROOT / ".venv", "requirements/base.txt")
 TESTING = Environment(ROOT / ".venv", "requirements/dev.txt")
+CUDA = Environment(ROOT / ".venv", "requirements/cuda.txt")
 TRITON = Environment(ROOT / ".venv-triton", "requirements/triton.txt", is_hashed=False)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Make .venv for glm53srv.")
-    parser.add_argument("--dev", action="store_true", help="also install what `make test` needs")
-    parser.add_argument("--triton", action="store_true", help="make .venv-triton for `make test-triton`")
+    kinds = parser.add_mutually_exclusive_group()
+    for flag, environment, text in (
+        ("--dev", TESTING, "also install what `make test` needs"),
+        ("--cuda", CUDA, "install what serving on a GPU needs"),
+        ("--triton", TRITON, "make .venv-triton for `make test-triton`"),
+    ):
+        kinds.add_argument(flag, dest="environment", action="store_const", const=environment, help=text)
+    parser.add_argument("--packages-only", action="store_true", help="stop before the native kernels")
+    parser.set_defaults(environment=SERVING)
     arguments = parser.parse_args(argv)
-    environment = TRITON if arguments.triton else TESTING if arguments.dev else SERVING
+    environment = arguments.environment
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         return _fail(
             f"Python {sys.version_info[0]}.{sys.version_info[1]} is not supported, glm53srv needs 3.11 to "
@@ -62,6 +73,8 @@ def main(argv: list[str]) -> int:
         if not environment.python.exists():
             _create(environment.folder)
         _install(environment)
+        if arguments.packages_only:
+            return 0
         _run([str(environment.python), "-m", "cffi_build"])
         _link_package(environment)
     except subprocess.CalledProcessError as error:

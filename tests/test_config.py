@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from glm53srv.config import Config, default_threads, describe, load_config
+from glm53srv.config import Config, DownloadConfig, default_threads, describe, load_config
 from glm53srv.errors import ConfigError
 from glm53srv.options import OPTIONS, usage
 
@@ -45,6 +45,17 @@ def test_foreign_variables_are_left_alone() -> None:
     load_config(MODEL, {"HOME": "/root", "GLM_OTHER": "x"})
 
 
+def test_variables_of_the_start_script_are_known_and_change_nothing() -> None:
+    config = load_config(MODEL, {"GLM53_ROOT": "/opt/glm53srv", "GLM53_ARGS": "--port 1"})
+    assert config.sources == {"model": "command line"}
+
+
+def test_a_model_is_fetched_only_from_a_named_repository() -> None:
+    assert load_config(MODEL, {}).download == DownloadConfig(repo=None, revision=None, is_allowed=True)
+    environ = {"GLM53_MODEL_REPO": "a/b", "GLM53_MODEL_REVISION": "v1", "GLM53_MODEL_DOWNLOAD": "0"}
+    assert load_config(MODEL, environ).download == DownloadConfig("a/b", "v1", is_allowed=False)
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "needle"),
     [
@@ -68,7 +79,7 @@ def test_foreign_variables_are_left_alone() -> None:
         (MODEL, {"GLM53_API_KEY": " , "}, "GLM53_API_KEY holds no key"),
         (MODEL, {"GLM53_API_KEY": "a,b c"}, "only visible ASCII"),
         ([*MODEL, "--queue-timeout-s", "0"], {}, "must be at least 0.001"),
-        ([], {}, "no model: give --model DIR or set GLM53_MODEL_DIR"),
+        ([], {}, "no model; give --model DIR or set GLM53_MODEL_DIR"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(argv: list[str], environ: dict[str, str], needle: str) -> None:
@@ -152,5 +163,5 @@ def test_two_cores_stay_free_on_larger_machines() -> None:
     assert [default_threads(n) for n in (1, 2, 4, 8, 16)] == [1, 2, 4, 6, 14]
 
 
-def _values(config: Config) -> tuple[object, object, object]:
-    return config.engine, config.scheduler, config.server
+def _values(config: Config) -> tuple[object, object, object, object]:
+    return config.engine, config.scheduler, config.server, config.download

@@ -74,3 +74,47 @@ def test_this_machine_has_cores_and_memory() -> None:
     facts = read_machine()
     assert facts.num_physical_cores >= 1
     assert facts.total_bytes > 2**28
+
+
+def test_a_version_1_group_below_the_mount_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/pods/a\n1:cpu,cpuacct:/pods/a\n0::/\n",
+        "sys/fs/cgroup/memory/pods/a/memory.limit_in_bytes": "8589934592\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/cpu/pods/a/cpu.cfs_quota_us": "150000\n",
+        "sys/fs/cgroup/cpu/pods/a/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    facts = read_machine(lay_out(tmp_path, files), cores=frozenset({0}))
+    assert (facts.limit_bytes, facts.cpu_quota) == (2**33, 1.5)
+
+
+def test_the_smallest_quota_of_version_2_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/cpu.max": "400000 100000\n",
+        "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+    }
+    assert read_machine(lay_out(tmp_path, files), cores=frozenset({0})).cpu_quota == 4.0
+
+
+def test_limits_and_pages_are_read(tmp_path: Path) -> None:
+    files = {
+        "proc/self/limits": "Limit  Soft Limit  Units\nMax locked memory   8388608   unlimited   bytes\n",
+        "proc/meminfo": "HugePages_Total: 9\nHugePages_Free: 4\nHugepagesize: 2048 kB\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+        "proc/sys/kernel/osrelease": "6.6.36.3-microsoft-standard-WSL2\n",
+    }
+    facts = read_machine(lay_out(tmp_path, files), cores=frozenset({0}))
+    assert facts.memlock_bytes == 8 * 2**20
+    assert facts.free_huge_bytes == 4 * 2 * 2**20
+    assert facts.transparent_huge_pages == "never"
+    assert facts.is_wsl
+
+
+def test_unlimited_memlock_is_none(tmp_path: Path) -> None:
+    files = {
+        "proc/self/limits": "Max locked memory         unlimited            unlimited            bytes\n"
+    }
+    assert read_machine(lay_out(tmp_path, files), cores=frozenset({0})).memlock_bytes is None

@@ -30,12 +30,12 @@ from starlette.types import Receive, Scope, Send
 from glm53srv.api import openai_wire
 from glm53srv.api.access import ApiKeyGate
 from glm53srv.api.asgi import MethodNotAllowed, PathNotFound
+from glm53srv.api.generations import Deadlines
 from glm53srv.api.info_routes import ServerInfo, describe_server
 from glm53srv.api.lifecycle import Lifecycle, Loaded, Loader
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.api.route_table import starlette_routes
 from glm53srv.api.routes import ApiContext, RequestLog
-from glm53srv.api.service import Deadlines
 from glm53srv.api.sse import StreamTimes
 from glm53srv.config import Config, ServerConfig, load_config
 from glm53srv.errors import Glm53Error, RequestError, RequestFailed

@@ -6,15 +6,17 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from glm53srv import __version__
 from glm53srv.api.asgi import ClientGone, DisconnectWatch, read_body, send_json
+from glm53srv.api.generations import open_generations
 from glm53srv.api.plain_reader import PlainReader
 from glm53srv.api.routes import ApiContext
-from glm53srv.api.service import GenerationJob, open_generations
+from glm53srv.api.service import GenerationJob
 from glm53srv.api.wire import Fields, parse_body
 from glm53srv.config import Config
 from glm53srv.errors import RequestFailed
@@ -49,6 +51,10 @@ def describe_server(config: Config, *, wall_clock: Callable[[], float] = time.ti
     """Name the options by what is known to hold no secret: a new one does not show by itself."""
     options: dict[str, object] = {**asdict(config.engine), **asdict(config.scheduler)}
     options["model_dir"] = str(config.engine.model_dir)
+    options["offload"] = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(config.engine.offload).items()
+    }
     options |= {name: getattr(config.server, name) for name in SHOWN_SERVER_OPTIONS}
     command = shlex.join(["glm53srv", "serve", "--model", str(config.engine.model_dir)])
     return ServerInfo(options, command, wall_clock())
@@ -84,13 +90,14 @@ class Stats:
         body: dict[str, Any] = {"status": state.phase.value, "uptime_s": round(uptime_s, 3)}
         if state.running is not None:
             steps = state.running.steps
+            offload = steps.offload_report
             body |= {
                 "model": state.running.model.name,
                 "step_loop": steps.state.value,
                 "scheduler": asdict(steps.stats()),
                 "limits": asdict(steps.limits),
                 "prefix_cache": None,
-                "offload": None,
+                "offload": None if offload is None else asdict(offload),
             }
         await send_json(send, 200, body)
 

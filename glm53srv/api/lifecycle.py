@@ -25,10 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What loading gives: an engine that is warmed up, and the model as the API sees it."""
+    """What loading gives: an engine that is warmed up, the model as the API sees it, and a line on both."""
 
     engine: Engine
     model: ServedModel
+    summary: str = ""
 
 
 Loader = Callable[[Progress], Loaded]
@@ -130,6 +131,7 @@ class Lifecycle:
     async def _load_and_start(self) -> StepLoop | None:
         """Load, then run steps; None if the server began to close meanwhile."""
         loop = asyncio.get_running_loop()
+        begin_s = loop.time()
         loaded = await loop.run_in_executor(self._engine_thread, self._load, self._on_progress)
         if self._is_closing:
             await loop.run_in_executor(self._engine_thread, loaded.engine.close)
@@ -140,6 +142,7 @@ class Lifecycle:
         self.metrics.begin(loaded.model.name, self._steps.stats)
         self._steps.start()
         self.state.set_ready(Running(loaded.model, self._steps))
+        logger.info("loaded in %.1f s: %s", loop.time() - begin_s, loaded.summary)
         logger.info("ready model=%s context_tokens=%d", loaded.model.name, loaded.model.context_tokens)
         if self.state.phase is Phase.DRAINING:
             self.begin_drain()

@@ -18,6 +18,7 @@ from glm53srv.scheduler.scheduler import SchedulerSettings
 
 if TYPE_CHECKING:  # llguidance: not before the port is open
     from glm53srv.engine.grammar import GrammarCompiler
+    from glm53srv.model.config import ModelConfig
 
 DEFAULT_NAME = "glm-5.3-flash"
 RANDOM_NAME = "random-weights"
@@ -33,9 +34,12 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
     """Give the function that loads tokenizer, engine and model description. It raises Glm53Error."""
 
     def load(progress: Progress) -> Loaded:
-        from glm53srv.engine.factory import load_engine  # numpy and native code: not before the port is open
-        from glm53srv.model.config import ARCHITECTURE, load_model_config
+        # numpy and native code: not before the port is open
+        from glm53srv.engine.factory import load_engine
+        from glm53srv.model.config import load_model_config
+        from glm53srv.startup import summarise_running
 
+        machine = read_machine()
         model_dir = config.engine.model_dir
         progress(0.0, "tokenizer")
         model_config = load_model_config(model_dir)
@@ -45,33 +49,50 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
         rest = 1.0 - TOKENIZER_SHARE
         engine = load_engine(
             config.engine,
-            read_machine(),
+            machine,
             lambda part, stage: progress(TOKENIZER_SHARE + rest * part, stage),
             grammars,
         )
-        advised = model_config.sampling
-        neutral = SamplingParams()
-        served = ServedModel(
-            name=config.server.served_name or _default_name(model_config.is_random),
-            created=int(wall_clock()),
-            tokenizer=tokenizer,
-            context_tokens=context_tokens(engine.limits),
-            defaults=SamplingParams(
-                temperature=_or(advised.temperature, neutral.temperature),
-                top_p=_or(advised.top_p, neutral.top_p),
-                top_k=int(_or(advised.top_k, neutral.top_k)),
-                min_p=_or(advised.min_p, neutral.min_p),
-                repetition_penalty=_or(advised.repetition_penalty, neutral.repetition_penalty),
-            ),
-            is_random=model_config.is_random,
-            grammars=grammars,
-            path=str(model_dir),
-            model_type=MODEL_TYPE,
-            architectures=(ARCHITECTURE,),
+        num_context_tokens = context_tokens(engine.limits)
+        served = _served_model(
+            config, model_config, tokenizer, grammars, num_context_tokens, created=int(wall_clock())
         )
-        return Loaded(engine, served)
+        return Loaded(engine, served, summarise_running(config.engine, machine, engine.limits))
 
     return load
+
+
+def _served_model(
+    config: Config,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer,
+    grammars: GrammarCompiler,
+    num_context_tokens: int,
+    created: int,
+) -> ServedModel:
+    """Describe the model as the API shows it; what the checkpoint advises for sampling is the default."""
+    from glm53srv.model.config import ARCHITECTURE
+
+    advised = model_config.sampling
+    neutral = SamplingParams()
+    return ServedModel(
+        name=config.server.served_name or _default_name(model_config.is_random),
+        created=created,
+        tokenizer=tokenizer,
+        context_tokens=num_context_tokens,
+        defaults=SamplingParams(
+            temperature=_or(advised.temperature, neutral.temperature),
+            top_p=_or(advised.top_p, neutral.top_p),
+            top_k=int(_or(advised.top_k, neutral.top_k)),
+            min_p=_or(advised.min_p, neutral.min_p),
+            repetition_penalty=_or(advised.repetition_penalty, neutral.repetition_penalty),
+        ),
+        is_random=model_config.is_random,
+        grammars=grammars,
+        path=str(config.engine.model_dir),
+        model_type=MODEL_TYPE,
+        architectures=(ARCHITECTURE,),
+    )
 
 
 def grammar_compiler(tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> GrammarCompiler:

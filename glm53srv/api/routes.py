@@ -23,9 +23,10 @@ from glm53srv.api.asgi import (
     send_json,
 )
 from glm53srv.api.constraints import check_output_format
+from glm53srv.api.generations import Deadlines, Generations, open_generations
 from glm53srv.api.protocol import AnswerHead, Prepare, PreparedRequest, StreamWriter
 from glm53srv.api.served import ServedModel
-from glm53srv.api.service import Deadlines, Finish, Generations, open_generations
+from glm53srv.api.service import Finish
 from glm53srv.api.sse import EventStream, StreamTimes
 from glm53srv.api.state import Running, ServerState
 from glm53srv.errors import RequestError, RequestFailed

@@ -13,9 +13,12 @@ gap, and no other sequence's prefill comes between them; decode rows of other se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from glm53srv.request import PromptLogprobs, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:  # numpy: not before the port is open
+    from glm53srv.offload.report import OffloadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +119,13 @@ class SampledToken:
 class StepStats:
     """Wall seconds of the two parts of a step, 0 for a part that was absent.
 
-    Source of the scheduler's cost model.
+    Source of the scheduler's cost model. layers_s: of each layer of the prefill slice, in order, or empty
+    from an engine that cannot tell them apart.
     """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    layers_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,10 @@ class Engine(Protocol):
 
     @property
     def limits(self) -> EngineLimits: ...
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """The expert cache as of the last step, None without one. Alone in this, any thread may read it."""
 
     def warm_up(self) -> None:
         """Run every shape once, so that the first request is not slower than the second."""

@@ -43,7 +43,8 @@ from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.request import TokenLogprobs
 
 if TYPE_CHECKING:
-    from glm53srv.offload.device.simulated_gpu import OffloadOpener
+    from glm53srv.offload.device.opener import OffloadOpener
+    from glm53srv.offload.report import OffloadReport
 
 Progress = Callable[[float, str], None]
 
@@ -148,6 +149,10 @@ class CpuEngine:
         return self._limits
 
     @property
+    def offload_report(self) -> OffloadReport | None:
+        return self._experts.report
+
+    @property
     def is_random(self) -> bool:
         """Tell whether the weights are noise; the server says so."""
         return self._decoder.config.is_random
@@ -197,8 +202,9 @@ class CpuEngine:
         begin_s = time.perf_counter()
         prefill_done, last_row = False, None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        layers_s: list[float] = []
         if plan.prefill is not None:
-            last_rows = self._prefill(plan.prefill)
+            last_rows = self._prefill(plan.prefill, layers_s)
             prefill_done = last_rows is not None
             if last_rows is not None:
                 prompt_logprobs = self._judge_prompt(plan.prefill, last_rows)
@@ -214,6 +220,7 @@ class CpuEngine:
         stats = StepStats(
             prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
             decode_s=end_s - middle_s if plan.decode else 0.0,
+            layers_s=tuple(layers_s),
         )
         return StepResult(plan.step_id, tuple(tokens), prefill_done, stats, prompt_logprobs)
 
@@ -225,8 +232,11 @@ class CpuEngine:
             if not slot.is_prefilled and not self._book.has_chunk:
                 self._experts.end_chunk(is_more_waiting=False)
 
-    def _prefill(self, piece: PrefillSlice) -> F32 | None:
-        """Run the slice. Gives the chunk's streams (tokens, 4, hidden) once they left the last layer."""
+    def _prefill(self, piece: PrefillSlice, layers_s: list[float]) -> F32 | None:
+        """Run the slice, adding each layer's seconds to layers_s.
+
+        Gives the chunk's streams (tokens, 4, hidden) once they left the last layer.
+        """
         if piece.start is not None:
             self._start(piece, piece.start)
         slot = self._book.check_slice(piece)
@@ -235,7 +245,9 @@ class CpuEngine:
         if piece.layer_begin == 0:
             self._experts.begin_chunk(len(piece.token_ids))
         for layer in range(piece.layer_begin, piece.layer_end):
+            begin_s = time.perf_counter()
             streams = self._decoder.prefill_block(layer, streams, sequence, self._cache)
+            layers_s.append(time.perf_counter() - begin_s)
         if piece.layer_end < self._limits.num_layers:
             slot.pause(piece, streams)
             return None
@@ -296,6 +308,6 @@ def _opener(
 ) -> OffloadOpener | None:
     if options.offload is None:
         return None
-    from glm53srv.offload.device.simulated_gpu import OffloadOpener
+    from glm53srv.offload.device.opener import OffloadOpener
 
     return OffloadOpener(context, options.max_streams, options.offload, progress)

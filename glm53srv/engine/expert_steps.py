@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from glm53srv.offload.report import OffloadReport
 
 
 class ExpertSteps(Protocol):
@@ -30,6 +33,10 @@ class ExpertSteps(Protocol):
     def close(self) -> None:
         """Free everything. Idempotent."""
 
+    @property
+    def report(self) -> OffloadReport | None:
+        """What happened so far, or None where there is nothing to tell. May be read by any thread."""
+
 
 class ExpertsInPlace:
     """Experts that are read where they lie: nothing to do."""
@@ -48,3 +55,8 @@ class ExpertsInPlace:
 
     def close(self) -> None:
         """Do nothing."""
+
+    @property
+    def report(self) -> None:
+        """Nothing to tell."""
+        return None

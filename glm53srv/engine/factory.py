@@ -85,6 +85,7 @@ def _offload_options(config: EngineConfig, machine: MachineFacts) -> OffloadOpti
         return None
     from glm53srv.offload.cost import CostOverrides
     from glm53srv.offload.device.cpus import choose_cpus, choose_threads
+    from glm53srv.offload.device.heat_keeper import HeatOptions
     from glm53srv.offload.device.options import OffloadOptions
     from glm53srv.offload.vram_plan import VramOptions
 
@@ -95,6 +96,7 @@ def _offload_options(config: EngineConfig, machine: MachineFacts) -> OffloadOpti
         mode="exact" if config.mode == "exact" else "fast",
         costs=CostOverrides(given.ct_a_ms, given.ct_b_ms, given.ct_tzc_ms),
         vram=VramOptions(given.reserve_gib, given.stage_gib, given.elastic_gib, given.max_slots),
+        heat=HeatOptions(given.heat_path, given.heat_interval_s),
     )
     logger.info("offload kind=%s cpus=%s threads=%d", given.kind, cpus, options.crew_threads)
     return options

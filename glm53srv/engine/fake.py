@@ -31,6 +31,7 @@ from glm53srv.engine.base import (
 from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.errors import EngineError
+from glm53srv.offload.report import OffloadReport
 from glm53srv.request import TokenLogprobs
 
 SCRIPTED_LOGIT = 30.0
@@ -43,10 +44,25 @@ class ContractViolation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class FakeCosts:
-    """Seconds that a step reports (it does not take them)."""
+    """Seconds that a step reports (it does not take them).
+
+    slow_layers cost, instead of layer_token_s, slow_token_s at position 0 and slow_growth_s more with every
+    position of the chunk's start. tells_layers: report them one by one, not their sum alone.
+    """
 
     layer_token_s: float = 0.0
     decode_row_s: float = 0.0
+    slow_layers: tuple[int, ...] = ()
+    slow_token_s: float = 0.0
+    slow_growth_s: float = 0.0
+    tells_layers: bool = False
+
+    def layer_s(self, layer: int, piece: PrefillSlice) -> float:
+        """Give the seconds of one layer of a slice's chunk."""
+        token_s = self.layer_token_s
+        if layer in self.slow_layers:
+            token_s = self.slow_token_s + self.slow_growth_s * piece.start_position
+        return token_s * len(piece.token_ids)
 
 
 class StepGate:
@@ -106,6 +122,7 @@ class FakeEngine:
     Sequences without a script get deterministic pseudo-random logits of their tokens.
     before_step: called on the engine thread with each plan; may block (StepGate) or raise. fail_at_step: the
     first step with this id or a later one raises EngineError. grammars: for constrained requests.
+    offload_report: what it tells of an expert cache.
     """
 
     def __init__(
@@ -117,8 +134,10 @@ class FakeEngine:
         fail_at_step: int | None = None,
         costs: FakeCosts | None = None,
         grammars: GrammarCompiler | None = None,
+        offload_report: OffloadReport | None = None,
     ) -> None:
         self._limits = limits
+        self._offload_report = offload_report
         self._scripts = {} if scripts is None else scripts
         self._before_step = before_step
         self._fail_at_step = fail_at_step
@@ -134,6 +153,10 @@ class FakeEngine:
     @property
     def limits(self) -> EngineLimits:
         return self._limits
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        return self._offload_report
 
     @property
     def used_slots(self) -> tuple[int, ...]:
@@ -274,11 +297,11 @@ class FakeEngine:
         return logits
 
     def _stats(self, plan: StepPlan) -> StepStats:
-        prefill_s = 0.0
-        if plan.prefill is not None:
-            num_layers = plan.prefill.layer_end - plan.prefill.layer_begin
-            prefill_s = self._costs.layer_token_s * num_layers * len(plan.prefill.token_ids)
-        return StepStats(prefill_s, self._costs.decode_row_s * len(plan.decode))
+        costs, piece = self._costs, plan.prefill
+        layers = range(0) if piece is None else range(piece.layer_begin, piece.layer_end)
+        layers_s = tuple(costs.layer_s(layer, piece) for layer in layers if piece is not None)
+        decode_s = costs.decode_row_s * len(plan.decode)
+        return StepStats(sum(layers_s), decode_s, layers_s if costs.tells_layers else ())
 
 
 class PagedMemory:

@@ -16,6 +16,7 @@ from glm53srv.errors import CheckpointError
 from glm53srv.model.json_section import JsonSection
 
 ARCHITECTURE = "Glm5NextForConditionalGeneration"
+MODEL_TYPE = "glm5_next"
 RANDOM_KIND = "random"
 """config.json, glm53srv.kind: weights drawn at random by model/pack.py."""
 
@@ -210,6 +211,7 @@ def _read_json(path: Path) -> JsonSection:
 
 
 def _check_architecture(root: JsonSection) -> None:
+    root.require("model_type", MODEL_TYPE, f"only {MODEL_TYPE} is served")
     names = root.strings("architectures")
     if ARCHITECTURE not in names:
         raise root.error("architectures", f"is {', '.join(names) or 'empty'}; only {ARCHITECTURE} is served")

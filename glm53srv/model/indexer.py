@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from glm53srv.latent_kernel import LatentIndex
 from glm53srv.model.config import IndexerConfig
 from glm53srv.model.linear import Linear
 from glm53srv.model.norm import LayerNorm
@@ -81,20 +81,20 @@ class Indexer:
         queries = weights.query(latent_queries).reshape(len(x), config.num_heads, config.head_dim)
         return IndexQueries(queries, weights.head_weights(x) * np.float32(config.num_heads**-0.5))
 
-    def select(self, query: F32, weights: F32, pooled: F32, num_visible: int) -> NDArray[np.int64]:
-        """Give the positions, ascending, that one query (heads, head_dim) reads.
+    def selection(self, index: IndexQueries, rows: slice, pooled: PagedRows) -> LatentIndex:
+        """Give what the attention kernel needs to select tokens for some rows of a call.
 
-        weights: (heads,). pooled: (at least num_visible // kpool, head_dim). Computed for one query at a
-        time, so that a position is selected alike in a chunk of any length and in a decode step.
+        It selects for one query at a time, so that a position is selected alike in a chunk of any length and
+        in a decode step.
         """
-        kpool = self._config.kpool
-        num_pools = num_visible // kpool
-        products = query @ pooled[:num_pools].T
-        products *= np.float32(self._config.head_dim**-0.5)
-        scores = weights @ np.maximum(products, 0, out=products)
-        pools = best_pools(scores, self._config.topk_pools)
-        members = (pools[:, None] * kpool + np.arange(kpool)).reshape(-1)
-        return np.concatenate([members, np.arange(num_pools * kpool, num_visible)])
+        return LatentIndex(
+            queries=index.queries[rows],
+            weights=index.weights[rows],
+            pooled=pooled.rows,
+            kpool=self._config.kpool,
+            topk_pools=self._config.topk_pools,
+            scale=self._config.head_dim**-0.5,
+        )
 
 
 def pool_keys(keys: F32, gates: F32, position_bias: F32) -> F32:
@@ -102,13 +102,3 @@ def pool_keys(keys: F32, gates: F32, position_bias: F32) -> F32:
     kpool, width = position_bias.shape
     weights = softmax((gates.reshape(-1, kpool, width) + position_bias).swapaxes(1, 2)).swapaxes(1, 2)
     return np.asarray((weights * keys.reshape(-1, kpool, width)).sum(axis=1, dtype=np.float32), np.float32)
-
-
-def best_pools(scores: F32, count: int) -> NDArray[np.int64]:
-    """Give the indices, ascending, of the `count` largest scores; among equals the lowest index wins."""
-    if count >= len(scores):
-        return np.arange(len(scores))
-    cut = np.partition(scores, len(scores) - count)[len(scores) - count]
-    above = np.flatnonzero(scores > cut)
-    ties = np.flatnonzero(scores == cut)[: count - len(above)]
-    return np.sort(np.concatenate([above, ties]))

@@ -161,7 +161,7 @@ class _LayerReader:
             value_up=np.ascontiguousarray(up[:, mla.nope_head_dim :].swapaxes(1, 2)),
             output=self._linear("self_attn.o_proj"),
         )
-        return MlaAttention(mla, weights, self._indexer())
+        return MlaAttention(self._context, mla, weights, self._indexer())
 
     def _indexer(self) -> Indexer:
         weights = IndexerWeights(

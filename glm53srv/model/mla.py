@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from glm53srv.latent_kernel import LatentPages, latent_attention
 from glm53srv.model.config import MlaConfig
 from glm53srv.model.indexer import Indexer, IndexQueries
-from glm53srv.model.linear import Linear
+from glm53srv.model.linear import KernelContext, Linear
 from glm53srv.model.norm import RmsNorm
-from glm53srv.model.ops import F32, softmax
-from glm53srv.model.state import LayerPages, PoolTail, SequenceView
-
-_QUERY_BLOCK = 64
-"""Queries whose scores are held at once in dense prefill."""
+from glm53srv.model.ops import F32
+from glm53srv.model.state import PAGE_TOKENS, LayerPages, PoolTail, SequenceView
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,43 +59,45 @@ class _Inputs:
 class MlaAttention:
     """One latent attention layer with its indexer. Stateless: caches come with each call."""
 
-    def __init__(self, config: MlaConfig, weights: MlaWeights, indexer: Indexer) -> None:
+    def __init__(
+        self, context: KernelContext, config: MlaConfig, weights: MlaWeights, indexer: Indexer
+    ) -> None:
+        self._pool = context.pool
         self._config = config
         self._weights = weights
         self._indexer = indexer
-        self._scale = np.float32(config.nope_head_dim**-0.5)
+        self._scale = config.nope_head_dim**-0.5
 
     def prefill(self, x: F32, cache: MlaCache) -> F32:
         """Advance one sequence by the tokens x (rows, hidden); gives (rows, hidden)."""
-        rows, begin = len(x), cache.sequence.position
+        rows, weights = len(x), self._weights
         inputs = self._inputs(x)
         self._store(inputs, slice(0, rows), cache)
-        latents = cache.pages.latent.read(cache.sequence.page_ids, begin + rows)
-        num_dense = sum(self._indexer.is_dense(begin + row + 1) for row in range(rows))
-        heads = np.empty((rows, self._config.num_heads, self._config.v_head_dim), np.float32)
-        for first in range(0, num_dense, _QUERY_BLOCK):
-            last = min(first + _QUERY_BLOCK, num_dense)
-            heads[first:last] = self._attend_dense(inputs.queries[first:last], latents, begin + first)
-        if num_dense < rows:
-            index = self._indexer.queries(x[num_dense:], inputs.latent_queries[num_dense:])
-            for row in range(num_dense, rows):
-                heads[row] = self._attend_one(
-                    inputs.queries[row], index, row - num_dense, begin + row + 1, cache
-                )
-        return self._weights.output(heads.reshape(rows, -1))
+        absorbed = inputs.queries.swapaxes(0, 1) @ weights.key_up
+        queries = np.ascontiguousarray(absorbed.swapaxes(0, 1))
+        index = None
+        if not self._indexer.is_dense(cache.sequence.position + rows):
+            index = self._indexer.queries(x, inputs.latent_queries)
+        mixed = self._attend(queries, index, slice(0, rows), cache)
+        values = mixed.swapaxes(0, 1) @ weights.value_up
+        return weights.output(np.ascontiguousarray(values.swapaxes(0, 1)).reshape(rows, -1))
 
     def decode(self, x: F32, caches: Sequence[MlaCache]) -> F32:
         """Advance len(caches) sequences by one token each, x (rows, hidden); gives (rows, hidden)."""
-        rows = len(x)
+        rows, weights = len(x), self._weights
         inputs = self._inputs(x)
         index: IndexQueries | None = None
         if not all(self._indexer.is_dense(cache.sequence.position + 1) for cache in caches):
             index = self._indexer.queries(x, inputs.latent_queries)
         heads = np.empty((rows, self._config.num_heads, self._config.v_head_dim), np.float32)
         for row, cache in enumerate(caches):
-            self._store(inputs, slice(row, row + 1), cache)
-            heads[row] = self._attend_one(inputs.queries[row], index, row, cache.sequence.position + 1, cache)
-        return self._weights.output(heads.reshape(rows, -1))
+            one = slice(row, row + 1)
+            self._store(inputs, one, cache)
+            # Row by row: a product over all rows would give bits that depend on their number.
+            absorbed = np.matmul(inputs.queries[row][:, None, :], weights.key_up)[:, 0]
+            mixed = self._attend(absorbed[None], index, one, cache)[0]
+            heads[row] = np.matmul(mixed[:, None, :], weights.value_up)[:, 0]
+        return weights.output(heads.reshape(rows, -1))
 
     def _inputs(self, x: F32) -> _Inputs:
         weights = self._weights
@@ -117,33 +117,12 @@ class MlaAttention:
         cache.pages.latent.write(sequence.page_ids, sequence.position, inputs.latents[rows])
         self._indexer.store(inputs.keys[rows], inputs.gates[rows], cache.tail, cache.pages.pooled, sequence)
 
-    def _attend_dense(self, queries: F32, latents: F32, begin: int) -> F32:
-        """Attend causally from queries (rows, heads, nope) at `begin` and on; gives (rows, heads, v)."""
-        rows, num_heads, _ = queries.shape
-        visible = latents[: begin + rows]
-        absorbed = queries.swapaxes(0, 1) @ self._weights.key_up
-        scores: F32 = np.matmul(absorbed.reshape(num_heads * rows, -1), visible.T, dtype=np.float32)
-        scores = scores.reshape(num_heads, rows, -1)
-        scores *= self._scale
-        scores[:, np.arange(begin + rows) > begin + np.arange(rows)[:, None]] = -np.inf
-        mixed = softmax(scores).reshape(num_heads * rows, -1) @ visible
-        values = mixed.reshape(num_heads, rows, -1) @ self._weights.value_up
-        return np.asarray(values.swapaxes(0, 1), np.float32)
+    def _attend(self, queries: F32, index: IndexQueries | None, rows: slice, cache: MlaCache) -> F32:
+        """Attend from absorbed queries (rows, heads, latent) over what each selects; gives the same shape.
 
-    def _attend_one(
-        self, query: F32, index: IndexQueries | None, index_row: int, num_visible: int, cache: MlaCache
-    ) -> F32:
-        """Attention of one query (heads, nope) over what its indexer selects; gives (heads, v)."""
-        page_ids, pages = cache.sequence.page_ids, cache.pages
-        if index is None or self._indexer.is_dense(num_visible):
-            latents = pages.latent.read(page_ids, num_visible)
-        else:
-            pooled = pages.pooled.read(page_ids, num_visible // self._indexer.kpool)
-            positions = self._indexer.select(
-                index.queries[index_row], index.weights[index_row], pooled, num_visible
-            )
-            latents = pages.latent.take(page_ids, positions)
-        absorbed = np.matmul(query[:, None, :], self._weights.key_up)[:, 0]
-        weights = softmax((absorbed @ latents.T) * self._scale)
-        mixed = weights @ latents
-        return np.asarray(np.matmul(mixed[:, None, :], self._weights.value_up)[:, 0], np.float32)
+        rows: those of the queries within index.
+        """
+        pages, sequence = cache.pages, cache.sequence
+        place = LatentPages(pages.latent.rows, sequence.page_ids, PAGE_TOKENS, sequence.position)
+        selection = None if index is None else self._indexer.selection(index, rows, pages.pooled)
+        return latent_attention(self._pool, queries, place, self._scale, selection)

@@ -89,6 +89,11 @@ class PagedRows:
         self._rows_per_page = rows_per_page
         self._rows = np.zeros((num_pages * rows_per_page, width), np.float32)
 
+    @property
+    def rows(self) -> F32:
+        """All pages, (pages * rows_per_page, width): for kernels, which read them where they lie."""
+        return self._rows
+
     def write(self, page_ids: NDArray[np.int64], start: int, values: F32) -> None:
         """Store values (n, width) as rows start .. start + n of the sequence with these pages."""
         self._rows[self._places(page_ids, np.arange(start, start + len(values)))] = values

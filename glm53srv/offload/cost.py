@@ -72,6 +72,10 @@ class CostOverrides:
     cpu_expert_ms: float | None = None
     zero_copy_ms: float | None = None
 
+    def sources(self) -> dict[str, Literal["set"]]:
+        """Name the costs that are pinned."""
+        return {name: "set" for name in CostOverrides.__slots__ if getattr(self, name) is not None}
+
     def apply(self, costs: CostModel) -> CostModel:
         """Return costs with the pinned values in place."""
         return CostModel(
@@ -89,8 +93,8 @@ def default_costs(num_threads: int) -> CostModel:
     return CostModel(CPU_FIXED_MS, CPU_EXPERT_MS_22_THREADS * 22 / num_threads, ZERO_COPY_MS, VRAM_EXPERT_MS)
 
 
-def fit_cpu_cost(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit (cpu_fixed_ms, cpu_expert_ms) to calibration runs of (experts in the job, milliseconds).
+def fit_lane_cost(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fit (fixed ms, ms per expert) to calibration runs of one lane: (experts in the job, milliseconds).
 
     The slope is the median of the slopes between all pairs of different size, the intercept the median of
     what is left (Theil-Sen): a few runs that were interrupted do not move it. Raises ValueError when all
@@ -134,15 +138,17 @@ class TrackedCost:
 class CostTracker:
     """The cost model in force: measured at start, corrected online, pinned where the user says so.
 
-    Owned by the engine thread, fed between steps with the times that the CPU lane and the link report. The
-    fixed part of a CPU job stays as calibrated; its drift goes into the per-expert cost.
+    Owned by the engine thread, fed between steps with the times that the lanes report. The fixed part of a
+    CPU job stays as calibrated; its drift goes into the per-expert cost. A cost of 0 says that a device hides
+    it (see docs/offload.md, rule 4), and stays.
     """
 
     def __init__(self, initial: CostModel, overrides: CostOverrides | None = None) -> None:
         overrides = overrides or CostOverrides()
-        self._base = overrides.apply(initial)
-        self._cpu = None if overrides.cpu_expert_ms is not None else TrackedCost(self._base.cpu_expert_ms)
-        self._link = None if overrides.zero_copy_ms is not None else TrackedCost(self._base.zero_copy_ms)
+        self._base = base = overrides.apply(initial)
+        self._cpu = None if overrides.cpu_expert_ms is not None else TrackedCost(base.cpu_expert_ms)
+        self._link = None if overrides.zero_copy_ms is not None else TrackedCost(base.zero_copy_ms)
+        self._vram = TrackedCost(base.vram_expert_ms) if base.vram_expert_ms > 0 else None
 
     @property
     def costs(self) -> CostModel:
@@ -151,10 +157,11 @@ class CostTracker:
             self._base,
             cpu_expert_ms=self._cpu.value_ms if self._cpu else self._base.cpu_expert_ms,
             zero_copy_ms=self._link.value_ms if self._link else self._base.zero_copy_ms,
+            vram_expert_ms=self._vram.value_ms if self._vram else 0.0,
         )
 
     def observe_cpu(self, num_experts: int, elapsed_ms: float) -> None:
-        """Learn from one CPU job of num_experts experts."""
+        """Learn from one CPU job of num_experts experts, post to answer."""
         if self._cpu and num_experts > 0:
             self._cpu.observe((elapsed_ms - self._base.cpu_fixed_ms) / num_experts)
 
@@ -162,6 +169,18 @@ class CostTracker:
         """Learn from num_experts experts read in place in elapsed_ms."""
         if self._link and num_experts > 0:
             self._link.observe(elapsed_ms / num_experts)
+
+    def observe_gpu(self, num_hits: int, num_link: int, elapsed_ms: float) -> None:
+        """Learn from one launch over hits and reads in place; the time is divided as the costs stand."""
+        costs = self.costs
+        expected_ms = costs.gpu_ms(num_hits, num_link)
+        if expected_ms <= 0:
+            return
+        ratio = elapsed_ms / expected_ms
+        if self._vram and num_hits > 0:
+            self._vram.observe(costs.vram_expert_ms * ratio)
+        if num_link > 0:
+            self.observe_link(1, costs.zero_copy_ms * ratio)
 
 
 def cpu_count_table(costs: CostModel, max_picks: int, mode: Mode) -> NDArray[np.int32]:

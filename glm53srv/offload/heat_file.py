@@ -31,7 +31,8 @@ class HeatFile:
 def save_heat(path: Path, heat: NDArray[np.float32], geometry: ExpertGeometry, fingerprint: str) -> None:
     """Write heat, float32 (num_keys,), whole or not at all. Raises OSError."""
     table = heat.reshape(geometry.num_layers, geometry.num_experts).astype(np.float32)
-    partial = path.with_name(path.name + ".part")
+    # The process's number: two servers that share a file must not write into one part.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with partial.open("wb") as file:
             np.savez(file, version=np.int64(VERSION), fingerprint=np.str_(fingerprint), heat=table)

@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from glm53srv.engine.base import Engine, EngineLimits
 from glm53srv.errors import NotReady, RequestFailed
@@ -30,6 +30,9 @@ from glm53srv.scheduler.scheduler import Scheduler, SchedulerSettings
 from glm53srv.scheduler.sequence import Sequence
 from glm53srv.scheduler.stats import SchedulerStats
 from glm53srv.scheduler.stream import TokenStream
+
+if TYPE_CHECKING:  # numpy: not before the port is open
+    from glm53srv.offload.report import OffloadReport
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +144,11 @@ class StepLoop:
         ]
         self._end_streams(streams, FinishReason.CANCELLED)
         return len(streams)
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """The engine's expert cache as of the last step, None without one."""
+        return self._engine.offload_report
 
     def stats(self) -> SchedulerStats:
         """Take a snapshot of the scheduler."""

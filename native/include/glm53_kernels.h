@@ -209,6 +209,26 @@ typedef struct {
 
 int32_t glm53_conv(glm53_pool *pool, const glm53_conv_job *job);
 
+/* Latent attention of `rows` consecutive tokens of one sequence over its cached rows, key and value of every
+ * head. Row r sees t = position + r + 1 tokens. Without an indexer (index_queries NULL), or with at most
+ * topk_pools complete pools of kpool tokens, it reads all; else the topk_pools best complete pools, of equals
+ * the first, and the tokens after the last complete pool, where
+ *   score[p] = sum_i index_weights[r, i] max(0, index_scale * index_queries[r, i] . pooled[p]).
+ * y[r, h] = sum_j softmax_j(scale * queries[r, h] . latent[j]) latent[j]. A row's bits depend on that row and
+ * its tokens alone. latent, index_dim: multiples of 8, at most 1,024. page_tokens: a multiple of kpool. */
+typedef struct {
+    const float *queries;                       /* (rows, heads, latent) */
+    const float *latents;                       /* (pages, page_tokens, latent) */
+    const float *index_queries, *index_weights; /* (rows, index_heads, index_dim), (rows, index_heads) */
+    const float *pooled;                        /* (pages, page_tokens / kpool, index_dim) */
+    const int64_t *page_ids;                    /* the sequence's, for position + rows tokens */
+    float *y;                                   /* (rows, heads, latent) */
+    int32_t rows, position, heads, latent, page_tokens, kpool, topk_pools, index_heads, index_dim;
+    float scale, index_scale;
+} glm53_latent_job;
+
+int32_t glm53_latent_attention(glm53_pool *pool, const glm53_latent_job *job);
+
 /* y (rows, out) = x (rows, in) W^T. w: (out, in), float, or f16 if is_f16. out is any positive number. */
 int32_t glm53_plain_linear(glm53_pool *pool, const void *w, int32_t is_f16, int32_t in_features,
                            int32_t out_features, const float *x, int32_t rows, float *y);

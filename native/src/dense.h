@@ -37,6 +37,14 @@ struct glm53_dense_kernels {
     /* y = silu(sum_t weight[t] taps[t]), oldest tap first; tap t's weights start at t * stride. */
     void (*conv_token)(const float *taps[GLM53_CONV_TAPS], const float *weight, size_t stride, int32_t n,
                        float *y);
+    /* scores[h, j] = scale * q[h] . rows[j]; q (heads, n) contiguous; one order per sum, as in dot. */
+    void (*scores_at)(const float *q, int32_t heads, const float *const *rows, int32_t count, int32_t n,
+                      float scale, float *scores, size_t stride);
+    /* x = e^x / sum of e^x over `count` numbers, any count; returns nothing for a NaN but NaNs. */
+    void (*softmax)(float *x, int32_t count);
+    /* y[h] += sum over j < count, in that order, of weights[h, j] rows[j]; y (heads, n) contiguous. */
+    void (*mix_at)(const float *weights, size_t stride, int32_t heads, const float *const *rows,
+                   int32_t count, int32_t n, float *y);
 };
 
 extern const glm53_dense_kernels glm53_dense_scalar;

@@ -164,6 +164,118 @@ static void conv_token(const float *taps[GLM53_CONV_TAPS], const float *weight, 
     }
 }
 
+/* heads x count sums at once; both are compile-time constants. */
+INLINE void scores_tile(const float *q, int32_t heads, const float *const *rows, int32_t count, int32_t n,
+                        float factor, float *scores, size_t stride) {
+    __m256 sums[4][3];
+    for (int32_t h = 0; h < heads; h++) {
+        for (int32_t j = 0; j < count; j++) sums[h][j] = _mm256_setzero_ps();
+    }
+    for (int32_t i = 0; i < n; i += 8) {
+        __m256 row[3];
+        for (int32_t j = 0; j < count; j++) row[j] = _mm256_loadu_ps(rows[j] + i);
+        for (int32_t h = 0; h < heads; h++) {
+            __m256 query = _mm256_loadu_ps(q + (size_t)h * (size_t)n + (size_t)i);
+            for (int32_t j = 0; j < count; j++) sums[h][j] = _mm256_fmadd_ps(query, row[j], sums[h][j]);
+        }
+    }
+    for (int32_t h = 0; h < heads; h++) {
+        for (int32_t j = 0; j < count; j++) {
+            scores[(size_t)h * stride + (size_t)j] = factor * sum_lanes(sums[h][j]);
+        }
+    }
+}
+
+INLINE void scores_heads(const float *q, int32_t heads, const float *const *rows, int32_t count, int32_t n,
+                         float factor, float *scores, size_t stride) {
+    int32_t j = 0;
+    for (; j + 3 <= count; j += 3) scores_tile(q, heads, rows + j, 3, n, factor, scores + j, stride);
+    for (; j < count; j++) scores_tile(q, heads, rows + j, 1, n, factor, scores + j, stride);
+}
+
+static void scores_at(const float *q, int32_t heads, const float *const *rows, int32_t count, int32_t n,
+                      float factor, float *scores, size_t stride) {
+    int32_t h = 0;
+    for (; h + 4 <= heads; h += 4) { /* 12 sums and 3 rows fill the registers */
+        scores_heads(q + (size_t)h * (size_t)n, 4, rows, count, n, factor, scores + (size_t)h * stride,
+                     stride);
+    }
+    for (; h < heads; h++) {
+        scores_heads(q + (size_t)h * (size_t)n, 1, rows, count, n, factor, scores + (size_t)h * stride,
+                     stride);
+    }
+}
+
+static void softmax(float *x, int32_t count) {
+    float most = x[0];
+    for (int32_t i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
+    const __m256 top = _mm256_set1_ps(most);
+    __m256 sums = _mm256_setzero_ps();
+    int32_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256 e = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(x + i), top));
+        _mm256_storeu_ps(x + i, e);
+        sums = _mm256_add_ps(sums, e);
+    }
+    float rest[8] = {0};
+    if (i < count) {
+        for (int32_t j = i; j < count; j++) rest[j - i] = x[j];
+        _mm256_storeu_ps(rest, exp_ps(_mm256_sub_ps(_mm256_loadu_ps(rest), top)));
+    }
+    float sum = sum_lanes(sums);
+    for (int32_t j = i; j < count; j++) {
+        x[j] = rest[j - i];
+        sum += x[j];
+    }
+    const __m256 divisor = _mm256_set1_ps(sum);
+    for (i = 0; i + 8 <= count; i += 8) {
+        _mm256_storeu_ps(x + i, _mm256_div_ps(_mm256_loadu_ps(x + i), divisor));
+    }
+    for (; i < count; i++) x[i] /= sum;
+}
+
+/* heads x 8 width columns of the sum; heads and width are compile-time constants. */
+INLINE void mix_tile(const float *weights, size_t stride, int32_t heads, const float *const *rows,
+                     int32_t count, int32_t n, int32_t first, int32_t width, float *y) {
+    __m256 sums[4][2];
+    for (int32_t h = 0; h < heads; h++) {
+        for (int32_t c = 0; c < width; c++) {
+            sums[h][c] = _mm256_loadu_ps(y + (size_t)h * (size_t)n + (size_t)(first + 8 * c));
+        }
+    }
+    for (int32_t j = 0; j < count; j++) {
+        __m256 row[2];
+        for (int32_t c = 0; c < width; c++) row[c] = _mm256_loadu_ps(rows[j] + first + 8 * c);
+        for (int32_t h = 0; h < heads; h++) {
+            __m256 weight = _mm256_broadcast_ss(weights + (size_t)h * stride + (size_t)j);
+            for (int32_t c = 0; c < width; c++) sums[h][c] = _mm256_fmadd_ps(weight, row[c], sums[h][c]);
+        }
+    }
+    for (int32_t h = 0; h < heads; h++) {
+        for (int32_t c = 0; c < width; c++) {
+            _mm256_storeu_ps(y + (size_t)h * (size_t)n + (size_t)(first + 8 * c), sums[h][c]);
+        }
+    }
+}
+
+INLINE void mix_heads(const float *weights, size_t stride, int32_t heads, const float *const *rows,
+                      int32_t count, int32_t n, float *y) {
+    int32_t i = 0;
+    for (; i + 16 <= n; i += 16) mix_tile(weights, stride, heads, rows, count, n, i, 2, y);
+    for (; i < n; i += 8) mix_tile(weights, stride, heads, rows, count, n, i, 1, y);
+}
+
+static void mix_at(const float *weights, size_t stride, int32_t heads, const float *const *rows,
+                   int32_t count, int32_t n, float *y) {
+    int32_t h = 0;
+    for (; h + 4 <= heads; h += 4) { /* 8 sums: as many as the FMA units need in flight */
+        mix_heads(weights + (size_t)h * stride, stride, 4, rows, count, n, y + (size_t)h * (size_t)n);
+    }
+    for (; h < heads; h++) {
+        mix_heads(weights + (size_t)h * stride, stride, 1, rows, count, n, y + (size_t)h * (size_t)n);
+    }
+}
+
 #include "avx2_end.h"
 
 const glm53_dense_kernels glm53_dense_avx2 = {
@@ -174,6 +286,9 @@ const glm53_dense_kernels glm53_dense_avx2 = {
     .mix_out = mix_out,
     .kda_token = kda_token,
     .conv_token = conv_token,
+    .scores_at = scores_at,
+    .softmax = softmax,
+    .mix_at = mix_at,
 };
 
 #else

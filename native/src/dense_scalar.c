@@ -87,6 +87,38 @@ static void conv_token(const float *taps[GLM53_CONV_TAPS], const float *weight, 
     }
 }
 
+static void scores_at(const float *q, int32_t heads, const float *const *rows, int32_t count, int32_t n,
+                      float factor, float *scores, size_t stride) {
+    for (int32_t h = 0; h < heads; h++) {
+        for (int32_t j = 0; j < count; j++) {
+            float sum = 0.0f;
+            for (int32_t i = 0; i < n; i++) sum += q[(size_t)h * (size_t)n + (size_t)i] * rows[j][i];
+            scores[(size_t)h * stride + (size_t)j] = factor * sum;
+        }
+    }
+}
+
+static void softmax(float *x, int32_t count) {
+    float most = x[0], sum = 0.0f;
+    for (int32_t i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
+    for (int32_t i = 0; i < count; i++) {
+        x[i] = expf(x[i] - most);
+        sum += x[i];
+    }
+    for (int32_t i = 0; i < count; i++) x[i] /= sum;
+}
+
+static void mix_at(const float *weights, size_t stride, int32_t heads, const float *const *rows,
+                   int32_t count, int32_t n, float *y) {
+    for (int32_t h = 0; h < heads; h++) {
+        float *out = y + (size_t)h * (size_t)n;
+        for (int32_t j = 0; j < count; j++) {
+            float weight = weights[(size_t)h * stride + (size_t)j];
+            for (int32_t i = 0; i < n; i++) out[i] += weight * rows[j][i];
+        }
+    }
+}
+
 const glm53_dense_kernels glm53_dense_scalar = {
     .dot = dot,
     .sum_squares = sum_squares,
@@ -95,4 +127,7 @@ const glm53_dense_kernels glm53_dense_scalar = {
     .mix_out = mix_out,
     .kda_token = kda_token,
     .conv_token = conv_token,
+    .scores_at = scores_at,
+    .softmax = softmax,
+    .mix_at = mix_at,
 };

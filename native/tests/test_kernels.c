@@ -212,6 +212,61 @@ static void test_recurrences(glm53_pool *pool, glm53_pool *scalar) {
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
 }
 
+/* Pages in an order of their own, the cache cut off after the last row that may be read. */
+static void test_latent_attention(glm53_pool *pool, glm53_pool *scalar) {
+    enum {
+        HEADS = 19,
+        LATENT = 40,
+        ROWS = 7,
+        POSITION = 90,
+        PAGE = 16,
+        KPOOL = 4,
+        DIM = 24,
+        INDEX_HEADS = 3
+    };
+    enum { PAGES = (POSITION + ROWS + PAGE - 1) / PAGE };
+    static const int64_t pages[PAGES] = {3, 0, 5, 1, 6, 2, 4};
+    uint32_t seed = 11;
+    float *latents = random_floats(&seed, (size_t)PAGES * PAGE * LATENT);
+    float *pooled = random_floats(&seed, (size_t)PAGES * PAGE / KPOOL * DIM);
+    float *queries = random_floats(&seed, ROWS * HEADS * LATENT);
+    float *index_queries = random_floats(&seed, ROWS * INDEX_HEADS * DIM);
+    float *index_weights = random_floats(&seed, ROWS * INDEX_HEADS);
+    glm53_pool *pools[2] = {pool, scalar};
+    for (int32_t topk = 0; topk <= 30; topk += 5) { /* 0: no indexer; from 25 on all pools are read */
+        float *y[2];
+        for (int32_t i = 0; i < 2; i++) {
+            y[i] = nan_floats(ROWS * HEADS * LATENT);
+            glm53_latent_job job = {.queries = queries, .latents = latents, .pooled = pooled, .y = y[i]};
+            job.index_queries = topk ? index_queries : NULL;
+            job.index_weights = index_weights;
+            job.page_ids = pages;
+            job.rows = ROWS;
+            job.position = POSITION;
+            job.heads = HEADS;
+            job.latent = LATENT;
+            job.page_tokens = PAGE;
+            job.kpool = KPOOL;
+            job.topk_pools = topk;
+            job.index_heads = INDEX_HEADS;
+            job.index_dim = DIM;
+            job.scale = job.index_scale = 0.2f;
+            CHECK(glm53_latent_attention(pools[i], &job) == GLM53_OK);
+            job.latent = 12;
+            CHECK(glm53_latent_attention(pools[i], &job) == GLM53_BAD_SHAPE);
+            job.latent = LATENT;
+            job.rows = 0;
+            CHECK(glm53_latent_attention(pools[i], &job) == GLM53_BAD_ARGUMENT);
+        }
+        CHECK(difference(y[0], y[1], ROWS * HEADS * LATENT) < 1e-5);
+        free(y[0]);
+        free(y[1]);
+    }
+    CHECK(glm53_latent_attention(pool, NULL) == GLM53_BAD_ARGUMENT);
+    float *buffers[] = {latents, pooled, queries, index_queries, index_weights};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
+}
+
 static void test_arguments_are_checked(glm53_pool *pool) {
     uint32_t seed = 8;
     glm53_matrix good = random_matrix(&seed, 128, 128, 6, GLM53_CODEBOOK_MUL1), bad = good;
@@ -253,6 +308,7 @@ int main(void) {
         test_plain_linear(pool, scalar);
         test_norm_and_streams(pool, scalar);
         test_recurrences(pool, scalar);
+        test_latent_attention(pool, scalar);
         test_arguments_are_checked(pool);
         glm53_pool_destroy(pool);
         printf("kernels: instruction set %d ok\n", isa);

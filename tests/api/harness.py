@@ -23,6 +23,7 @@ from glm53srv.config import ServerConfig
 from glm53srv.engine.base import StepPlan
 from glm53srv.engine.fake import FakeEngine
 from glm53srv.engine.grammar import GrammarCompiler
+from glm53srv.offload.report import OffloadReport
 from glm53srv.progress import Progress
 from glm53srv.request import SamplingParams
 from glm53srv.scheduler.scheduler import SchedulerSettings
@@ -100,6 +101,7 @@ def make_server(
     on_failure: Callable[[Exception], None] | None = None,
     handles_signals: bool = False,
     server_config: ServerConfig | None = None,
+    offload_report: OffloadReport | None = None,
 ) -> Server:
     """Build an application; it loads when its lifespan starts.
 
@@ -116,7 +118,13 @@ def make_server(
         eos_token_ids=end_ids(),
     )
     grammars = small_grammars()
-    engine = FakeEngine(limits, scripts=scripts, before_step=before_step, grammars=grammars)
+    engine = FakeEngine(
+        limits,
+        scripts=scripts,
+        before_step=before_step,
+        grammars=grammars,
+        offload_report=offload_report,
+    )
 
     def load(progress: Progress) -> Loaded:
         if before_load is not None:

@@ -14,6 +14,10 @@ from glm53srv import __version__
 from glm53srv.api.info_routes import describe_server
 from glm53srv.config import load_config
 from glm53srv.engine.fake import StepGate
+from glm53srv.offload.calibrate import assume
+from glm53srv.offload.cost import CostOverrides, default_costs
+from glm53srv.offload.cost_ledger import CostLedger
+from glm53srv.offload.report import OffloadCounts, OffloadReport
 from tests.api.builders import small_tokenizer
 from tests.api.harness import MODEL, Answer, Client, LoadGate, ids_of, make_server, serving
 
@@ -98,7 +102,7 @@ def test_servers_in_one_process_do_not_share_metrics() -> None:
     asyncio.run(main())
 
 
-def test_stats_show_the_scheduler_and_leave_room_for_offload() -> None:
+def test_stats_show_the_scheduler_and_no_offload_where_there_is_none() -> None:
     async def main() -> None:
         server = make_server()
         async with serving(server) as client:
@@ -112,6 +116,39 @@ def test_stats_show_the_scheduler_and_leave_room_for_offload() -> None:
             assert stats["uptime_s"] >= 0
 
     asyncio.run(main())
+
+
+def test_stats_show_the_engines_offload() -> None:
+    async def main() -> None:
+        ledger = CostLedger(assume(default_costs(2), CostOverrides(0.05)), CostOverrides(0.05), 8, "fast")
+        report = OffloadReport(
+            kind="simulate",
+            mode="fast",
+            num_slots=27,
+            num_resident=25,
+            num_lent=0,
+            hit_share=0.5,
+            counts=OffloadCounts(num_steps=3, num_vram=4, num_cpu=4),
+            costs=ledger.report(1_000_000),
+            crew_expert_ms=0.1,
+            crew_threads=2,
+        )
+        async with serving(make_server(offload_report=report)) as client:
+            shown = (await client.get("/stats")).json()["offload"]
+            assert (shown["num_slots"], shown["hit_share"], shown["counts"]["num_vram"]) == (27, 0.5, 4)
+            assert shown["costs"]["now"]["cpu_fixed_ms"] == 0.05
+            assert shown["costs"]["sources"]["cpu_fixed_ms"] == "set"
+            assert shown["costs"]["sources"]["zero_copy_ms"] == "assumed"
+            assert shown["heat"] == {"path": None, "is_warm": False, "num_saves": 0}
+
+    asyncio.run(main())
+
+
+def test_server_info_spells_paths_as_text() -> None:
+    config = load_config(["--model", "m", "--ec-heat", "/tmp/heat.npz"], {})
+    offload = describe_server(config).options["offload"]
+    assert isinstance(offload, dict)
+    assert offload["heat_path"] == "/tmp/heat.npz"
 
 
 def test_what_needs_no_model_answers_while_it_loads_and_the_rest_says_503() -> None:

@@ -12,9 +12,10 @@ import pytest
 from starlette.types import Message
 
 from glm53srv.api.asgi import REQUEST_ID
+from glm53srv.api.generations import Generations
 from glm53srv.api.openai_wire import error_event
 from glm53srv.api.output_parser import OutputParser
-from glm53srv.api.service import Generation, Generations
+from glm53srv.api.service import Generation
 from glm53srv.api.sse import KEEP_ALIVE, EventStream, StreamTimes
 from glm53srv.engine.base import StepPlan
 from glm53srv.engine.fake import StepGate

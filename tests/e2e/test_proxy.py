@@ -1,13 +1,14 @@
-"""nginx in front, with the configuration that deploy/ ships."""
+"""nginx and Caddy in front, with the configurations that deploy/ ships."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -17,10 +18,9 @@ import pytest
 from bench import soak
 from tests.e2e.server_process import ServerProcess
 
-SHIPPED = Path(__file__).parents[2] / "deploy" / "nginx.conf"
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-
-pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (apt-get install nginx-light)")
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PATH = f"/usr/sbin:/usr/local/sbin:{os.environ['PATH']}"
+PACKAGES = {"nginx": "nginx-light", "caddy": "caddy"}
 
 
 def free_port() -> int:
@@ -29,43 +29,59 @@ def free_port() -> int:
         return port
 
 
-def configuration(folder: Path, port: int, upstream: str) -> str:
+def nginx_command(folder: Path, port: int, upstream: str) -> list[str]:
     """Wrap the shipped file into a whole configuration that needs no rights."""
-    site = SHIPPED.read_text()
-    for old, new in (("127.0.0.1:30000", upstream), ("listen 80;", f"listen 127.0.0.1:{port};")):
-        assert old in site
-        site = site.replace(old, new, 1)
+    site = shipped("nginx.conf", {"127.0.0.1:30000": upstream, "listen 80;": f"listen 127.0.0.1:{port};"})
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     paths = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
-    return (
+    config = folder / "nginx.conf"
+    config.write_text(
         f"daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log warn;\n"
         f"events {{}}\nhttp {{ access_log off; {paths}\n{site}\n}}\n"
     )
+    return ["nginx", "-p", str(folder), "-c", str(config), "-e", f"{folder}/error.log"]
 
 
-@pytest.fixture(scope="module")
-def proxy_url(random_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("nginx")
+def caddy_command(folder: Path, port: int, upstream: str) -> list[str]:
+    """Give the shipped file a loopback address in place of the name that needs a certificate."""
+    site = shipped("Caddyfile", {"127.0.0.1:30000": upstream, "glm.example.com": f"http://127.0.0.1:{port}"})
+    config = folder / "Caddyfile"
+    config.write_text(f"{{\n\tadmin off\n\tstorage file_system {folder}\n}}\n{site}")
+    return ["caddy", "run", "--config", str(config), "--adapter", "caddyfile"]
+
+
+def shipped(name: str, replacements: Mapping[str, str]) -> str:
+    """Give a file of deploy/ with addresses replaced; each must be in it."""
+    text = (DEPLOY / name).read_text()
+    for old, new in replacements.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
+@pytest.fixture(scope="module", params=["nginx", "caddy"])
+def proxy_url(
+    request: pytest.FixtureRequest, random_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    name: str = request.param
+    program = shutil.which(name, path=PATH)
+    if program is None:
+        pytest.skip(f"{name} is not installed (apt-get install {PACKAGES[name]})")
+    folder = tmp_path_factory.mktemp(name)
+    make_command = {"nginx": nginx_command, "caddy": caddy_command}[name]
     with ServerProcess(random_model_dir, "--max-body-mib", "1", "--chunk-tokens", "128") as process:
         port = free_port()
         upstream = process.url_when_ready().removeprefix("http://")
-        (folder / "nginx.conf").write_text(configuration(folder, port, upstream))
-        command = [
-            str(NGINX),
-            "-p",
-            str(folder),
-            "-c",
-            str(folder / "nginx.conf"),
-            "-e",
-            f"{folder}/error.log",
-        ]
-        nginx = subprocess.Popen(command)
+        _, *arguments = make_command(folder, port, upstream)
+        environ = {**os.environ, "HOME": str(folder)}
+        with (folder / "log").open("w") as log:
+            proxy = subprocess.Popen([program, *arguments], env=environ, stdout=log, stderr=log)
         try:
             wait_until_open(port)
             yield f"http://127.0.0.1:{port}"
         finally:
-            nginx.terminate()
-            nginx.wait(20)
+            proxy.terminate()
+            proxy.wait(20)
 
 
 def wait_until_open(port: int) -> None:
@@ -76,7 +92,7 @@ def wait_until_open(port: int) -> None:
             return
         except ConnectionRefusedError:
             pause.wait(0.05)
-    raise TimeoutError("nginx did not start")
+    raise TimeoutError("the proxy did not start")
 
 
 def test_text_passes_the_proxy_while_it_is_made(proxy_url: str) -> None:

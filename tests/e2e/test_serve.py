@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -228,3 +229,12 @@ def test_generate_prints_text_on_stdout_and_speed_on_stderr(random_model_dir: Pa
     assert done.stdout.strip()
     assert "8 tokens" in done.stderr
     assert "speaks nonsense" in done.stderr
+
+
+def test_one_line_says_what_is_served_with_what(random_model_dir: Path) -> None:
+    with ServerProcess(random_model_dir, "--threads", "1", "-cs", "1024", "--max-streams", "2") as process:
+        found = process.wait_for(re.compile(r"loaded in (\d+\.\d) s: (.*)"))
+    pairs = dict(pair.split("=") for pair in found[2].split())
+    assert (pairs["engine"], pairs["threads"], pairs["streams"]) == ("cpu", "1", "2")
+    assert (pairs["context_tokens"], pairs["cache_tokens"]) == ("1024", "1024")
+    assert 0.02 < float(pairs["ram_gib"]) < 2

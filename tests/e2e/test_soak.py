@@ -19,7 +19,7 @@ from glm53srv.api.app import create_app
 from glm53srv.api.lifecycle import Lifecycle
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.config import load_config
-from glm53srv.doctor import open_socket
+from glm53srv.listener import open_socket
 from glm53srv.scheduler.loop import StepLoop
 
 NUM_REQUESTS = 200

@@ -37,7 +37,12 @@ def make_fake() -> Engine:
 
 # All lanes at once, a cache too small for the picks of one step, and chunks of 16 tokens staged.
 OFFLOAD = OffloadOptions(
-    costs=CostOverrides(0.0, 0.4, 0.4), vram=VramOptions(max_slots=24), chunk_slots=3, stage_min_picks=64
+    costs=CostOverrides(0.0, 0.4, 0.4),
+    vram=VramOptions(max_slots=24),
+    chunk_slots=3,
+    stage_min_picks=64,
+    copies_per_step=16,
+    calibrate_s=0.0,
 )
 
 

@@ -1,4 +1,4 @@
-"""Which pools are chosen, and how pools are made across chunk borders."""
+"""When reading is dense, and how pools are made across chunk borders. What is chosen: tests/native."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glm53srv.model.config import IndexerConfig, load_model_config
-from glm53srv.model.indexer import KEY_NORM_EPS, Indexer, IndexerWeights, best_pools, pool_keys
+from glm53srv.model.indexer import KEY_NORM_EPS, Indexer, IndexerWeights, pool_keys
 from glm53srv.model.norm import LayerNorm
 from glm53srv.model.ops import F32
 from glm53srv.model.state import PagedRows, PoolTail, SequenceState, SequenceView, view_of
@@ -35,32 +35,6 @@ def make_indexer(topk_tokens: int) -> Indexer:
     return Indexer(IndexerConfig(num_heads=2, head_dim=WIDTH, topk_tokens=topk_tokens, kpool=KPOOL), weights)
 
 
-@pytest.mark.parametrize(
-    ("scores", "count", "expected"),
-    [
-        ([1, 5, 3, 4], 2, [1, 3]),
-        ([0, 0, 0, 0], 2, [0, 1]),
-        ([2, 1, 1, 1, 3], 3, [0, 1, 4]),
-        ([0, -0.0, 7, 0], 2, [0, 2]),
-        ([1, 2], 2, [0, 1]),
-        ([1, 2], 5, [0, 1]),
-    ],
-)
-def test_best_pools_break_ties_by_the_lowest_index(
-    scores: list[float], count: int, expected: list[int]
-) -> None:
-    assert best_pools(np.array(scores, np.float32), count).tolist() == expected
-
-
-def test_best_pools_equal_a_stable_sort() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(200):
-        scores = rng.integers(-3, 4, rng.integers(1, 60)).astype(np.float32)
-        count = int(rng.integers(1, 70))
-        expected = sorted(np.argsort(-scores, kind="stable")[:count].tolist())
-        assert best_pools(scores, count).tolist() == expected
-
-
 def test_pool_keys_weigh_each_channel_by_itself() -> None:
     rng = np.random.default_rng(3)
     keys, gates = (rng.normal(size=(3 * KPOOL, WIDTH)).astype(np.float32) for _ in range(2))
@@ -79,27 +53,6 @@ def test_pool_keys_weigh_each_channel_by_itself() -> None:
 )
 def test_reading_is_dense_until_too_many_pools_are_complete(num_visible: int, is_dense: bool) -> None:
     assert make_indexer(topk_tokens=8).is_dense(num_visible) is is_dense
-
-
-@pytest.mark.parametrize(("num_visible", "tail"), [(12, []), (13, [12]), (15, [12, 13, 14])])
-def test_tail_is_read_and_a_current_token_in_a_lost_pool_is_not(num_visible: int, tail: list[int]) -> None:
-    indexer = make_indexer(topk_tokens=8)
-    pooled = np.zeros((3, WIDTH), np.float32)
-    pooled[0, 0], pooled[1, 0], pooled[2, 0] = 3, 2, 1
-    query = np.zeros((2, WIDTH), np.float32)
-    query[:, 0] = 1
-    positions = indexer.select(query, np.ones(2, np.float32), pooled, num_visible)
-    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, *tail]
-
-
-def test_negative_head_weights_count_against_a_pool() -> None:
-    indexer = make_indexer(topk_tokens=8)
-    pooled = np.zeros((3, WIDTH), np.float32)
-    pooled[0, 0] = 5
-    query = np.zeros((2, WIDTH), np.float32)
-    query[:, 0] = 1
-    positions = indexer.select(query, np.full(2, -1, np.float32), pooled, 12)
-    assert positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 22])

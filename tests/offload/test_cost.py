@@ -15,7 +15,7 @@ from glm53srv.offload.cost import (
     TrackedCost,
     cpu_count_table,
     default_costs,
-    fit_cpu_cost,
+    fit_lane_cost,
 )
 from tests.offload.builders import COSTS
 
@@ -69,7 +69,7 @@ def test_calibration_ignores_interrupted_runs() -> None:
     samples = [(n, 0.11 + 0.104 * n) for n in range(1, 17)]
     samples[3] = (4, 9.0)
     samples[11] = (12, 25.0)
-    fixed, per_expert = fit_cpu_cost(samples)
+    fixed, per_expert = fit_lane_cost(samples)
     assert fixed == pytest.approx(0.11, abs=0.01)
     assert per_expert == pytest.approx(0.104, rel=0.02)
 
@@ -77,7 +77,7 @@ def test_calibration_ignores_interrupted_runs() -> None:
 @pytest.mark.parametrize("samples", [[], [(4, 1.0), (4, 1.1)], [(1, 2.0), (8, 1.0)]])
 def test_calibration_refuses_runs_that_say_nothing(samples: list[tuple[int, float]]) -> None:
     with pytest.raises(ValueError):
-        fit_cpu_cost(samples)
+        fit_lane_cost(samples)
 
 
 def test_one_stall_moves_a_cost_no_more_than_a_slow_sample() -> None:

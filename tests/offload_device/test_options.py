@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "GLM53_EC_STAGE_GB": "1.5",
     "GLM53_EC_ELASTIC_GB": "4",
     "GLM53_EC_RESERVE_GB": "0",
+    "GLM53_EC_HEAT": "/tmp/nowhere/heat.npz",
+    "GLM53_EC_HEAT_MINUTES": "2.5",
 }
 
 
@@ -37,6 +39,7 @@ def test_every_variable_reaches_the_configuration(random_model_dir: Path) -> Non
     assert (offload.kind, offload.ct_threads, offload.max_slots) == ("simulate", 2, 16)
     assert (offload.ct_a_ms, offload.ct_b_ms, offload.ct_tzc_ms) == (0.05, 0.4, 0.4)
     assert (offload.stage_gib, offload.elastic_gib, offload.reserve_gib) == (1.5, 4.0, 0.0)
+    assert (offload.heat_path, offload.heat_interval_s) == (Path("/tmp/nowhere/heat.npz"), 150.0)
     assert (offload.ct_cpus, offload.ct_swz) == (ENVIRONMENT["GLM53_CT_CPUS"], "1")
 
 
@@ -44,6 +47,7 @@ def test_defaults_are_those_of_the_original_variables(random_model_dir: Path) ->
     offload = configure(random_model_dir, {}).engine.offload
     assert (offload.kind, offload.ct_cpus, offload.ct_threads) == ("off", "auto", None)
     assert (offload.stage_gib, offload.elastic_gib, offload.reserve_gib) == (2.6, 10.0, None)
+    assert (offload.heat_path, offload.heat_interval_s) == (None, 600.0)
 
 
 def test_engine_with_an_offload_loads_and_says_what_is_ignored(

@@ -19,8 +19,9 @@ from glm53srv.model.linear import KernelContext
 from glm53srv.model.loading import load_decoder
 from glm53srv.model.vocabulary import count_token_ids
 from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.device.opener import OffloadOpener
 from glm53srv.offload.device.options import OffloadOptions
-from glm53srv.offload.device.simulated_gpu import OffloadOpener, SimulatedOffload, plan_slots
+from glm53srv.offload.device.simulated_gpu import SimulatedOffload, plan_slots
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.residency import ResidencyParams
 from glm53srv.offload.vram_plan import VramOptions
@@ -40,6 +41,8 @@ OPTIONS = OffloadOptions(
     residency=CHURN,
     stage_min_picks=64,
     deadline_ms=60_000,
+    copies_per_step=16,  # and no calibration: so that runs repeat
+    calibrate_s=0.0,
 )
 ENGINE = EngineOptions(cache_tokens=4096, max_chunk_tokens=64)
 

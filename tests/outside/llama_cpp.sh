@@ -10,7 +10,6 @@ port=$1
 model=$2
 shift 2
 work=${WORK:-$(mktemp -d /tmp/llama-tests.XXXXXX)}
-suite=llama_cpp_python-*/vendor/llama.cpp/tools/server/tests
 
 uv venv --quiet --python 3.11 --seed "$work/venv"
 VIRTUAL_ENV="$work/venv" uv pip install --quiet pip pytest pytest-timeout requests openai wget filelock pillow \
@@ -18,7 +17,7 @@ VIRTUAL_ENV="$work/venv" uv pip install --quiet pip pytest pytest-timeout reques
 "$work/venv/bin/python" -m pip download --quiet --no-deps --no-binary :all: -d "$work" llama-cpp-python==0.3.36
 cd "$work"
 tar xzf llama_cpp_python-*.tar.gz --wildcards '*/tools/server/tests/*'
-cd $suite
+cd llama_cpp_python-*/vendor/llama.cpp/tools/server/tests
 # The presets download models, and the tests name models of OpenAI's: neither concerns a server that runs already.
 sed -i 's/ServerPreset.load_all()/pass/' conftest.py
 sed -i -E "s/(\"model\": ?)\"[^\"]*\"/\1\"$model\"/; s/(model=)\"[^\"]*\"/\1\"$model\"/" unit/*.py

@@ -353,6 +353,10 @@ class WrongAnswers:
     def limits(self) -> EngineLimits:
         return self._engine.limits
 
+    @property
+    def offload_report(self) -> None:
+        return None
+
     def warm_up(self) -> None:
         self._engine.warm_up()
 

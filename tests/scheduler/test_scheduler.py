@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from glm53srv.engine.base import PrefillSlice, StepPlan
 from glm53srv.engine.fake import FakeCosts
 from glm53srv.errors import ContextLengthExceeded, EngineError, InvalidRequest, QueueFull
 from glm53srv.request import FinishReason, PromptLogprobs, SamplingParams, TokenEvent
-from glm53srv.scheduler.scheduler import SchedulerSettings
+from glm53srv.scheduler.scheduler import PLANNED_SHARE, SchedulerSettings
 from glm53srv.scheduler.sequence import SequenceState
 from tests.builders import EOS_ID, make_limits, make_request
 from tests.scheduler.harness import Bench, Record, run_alone, tokens_alone
@@ -193,12 +194,12 @@ def test_every_stream_decodes_in_every_step_of_a_long_prefill() -> None:
 
 def test_slice_fills_the_token_interval_beside_the_decode_step() -> None:
     limits = make_limits(num_layers=40, max_chunk_tokens=8)
-    settings = SchedulerSettings(token_interval_s=0.5)
+    settings = SchedulerSettings(token_interval_s=0.5 / PLANNED_SHARE)
     bench = Bench(limits, settings=settings, costs=FakeCosts(layer_token_s=0.0078125, decode_row_s=0.0625))
     start_decoding(bench, 2, num_prompt=8)
     bench.step()  # the first decode step of two rows is measured
     bench.submit(make_request("long", num_prompt=16, sampling=ENDLESS))
-    # 0.5 s less two rows of 0.0625 s is 0.375 s: six layers of 8 tokens at 0.0625 s each.
+    # The planned 0.5 s less two rows of 0.0625 s is 0.375 s: six layers of 8 tokens at 0.0625 s each.
     layers = [prefill_of(plan).layer_end - prefill_of(plan).layer_begin for plan in bench.steps(14)]
     assert layers == [6, 6, 6, 6, 6, 6, 4] * 2
 
@@ -209,6 +210,31 @@ def test_slice_fills_the_idle_bound_where_nothing_decodes() -> None:
     bench.submit(make_request(num_prompt=16, sampling=ENDLESS))
     layers = [prefill_of(plan).layer_end - prefill_of(plan).layer_begin for plan in bench.steps(7)]
     assert layers == [1, 16, 16, 7, 16, 16, 8]  # one to measure, then a second's worth
+
+
+@pytest.mark.parametrize("tells_layers", [True, False])
+def test_streams_keep_their_interval_beside_a_long_prompt_with_slow_layers(tells_layers: bool) -> None:
+    # The random model's measured shape: 13 ms a layer for 512 tokens, but 33 ms in the two latent layers, and
+    # 11 ms more with every chunk.
+    costs = FakeCosts(
+        layer_token_s=0.013 / 8,
+        decode_row_s=0.005,
+        slow_layers=(3, 7),
+        slow_token_s=0.033 / 8,
+        slow_growth_s=0.011 / 64,
+        tells_layers=tells_layers,
+    )
+    limits = make_limits(num_layers=8, max_context_tokens=128)
+    bench = Bench(limits, settings=SchedulerSettings(token_interval_s=0.2), costs=costs)
+    start_decoding(bench, 1, num_prompt=2)
+    long = bench.submit(make_request("long", num_prompt=64, sampling=ENDLESS))
+    gaps_s = []
+    while not long.events:
+        begin_s = bench.now_s
+        bench.step()
+        gaps_s.append(bench.now_s - begin_s)
+    assert max(gaps_s) < 0.2
+    assert statistics.mean(gaps_s) > 0.1  # and the interval is used
 
 
 def test_decode_step_longer_than_the_interval_still_leaves_one_layer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from glm53srv.offload.cost import CostOverrides, Mode
+from glm53srv.offload.device.heat_keeper import HeatOptions
 from glm53srv.offload.residency import ResidencyParams
 from glm53srv.offload.staging import STAGE_MIN_PICKS
 from glm53srv.offload.vram_plan import VramOptions
@@ -17,7 +18,9 @@ class OffloadOptions:
     crew_threads, crew_cpus: of the CPU workers. vram: its max_slots is the size of the cache; None takes an
     eighth of all experts. chunk_slots: slots lent together; None takes an eighth of the cache.
     stage_min_picks: picks per layer from which a chunk is staged; None scales the threshold of a layer of 288
-    experts. copies_per_step: what the copy engine moves during one decode step.
+    experts. copies_per_step: admissions per decode step and what the copy engine moves beside it; None takes
+    what the measured rate allows, and then runs do not repeat. calibrate_s: time that measuring the costs may
+    take at start; 0 takes the defaults.
     """
 
     crew_threads: int = 1
@@ -28,8 +31,10 @@ class OffloadOptions:
     residency: ResidencyParams = field(default_factory=ResidencyParams)
     chunk_slots: int | None = None
     stage_min_picks: int | None = None
-    copies_per_step: int = 16
+    copies_per_step: int | None = None
     deadline_ms: int = 1500
+    calibrate_s: float = 1.0
+    heat: HeatOptions = field(default_factory=HeatOptions)
 
     def min_picks(self, num_experts: int) -> int:
         """Give the threshold of staging for a layer of num_experts."""

@@ -10,6 +10,8 @@ prefill layer   staged slot, else resident slot, else home; no log, no heat
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,49 +19,37 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError
 from glm53srv.kernels import Clamp, ExpertTable
-from glm53srv.machine import read_machine
 from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import ModelConfig
 from glm53srv.model.linear import BATCH_INVARIANT_ROWS, KernelContext, to_matrix
-from glm53srv.model.loading import ExpertSource
 from glm53srv.model.ops import F32
 from glm53srv.model.tensor_needs import layer_prefix, mlp_needs
-from glm53srv.offload.cost import cpu_count_table, default_costs
-from glm53srv.offload.device.arena import ExpertArena, require_memory
+from glm53srv.offload.calibrate import Calibration, assume, calibrate, describe
+from glm53srv.offload.cost import default_costs
+from glm53srv.offload.cost_ledger import CostLedger
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.crew import Crew, CrewOptions
-from glm53srv.offload.device.layout import plan_records, sparse_layers
+from glm53srv.offload.device.heat_keeper import HeatKeeper
+from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
 from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.device.simulated_probes import SimulatedProbes
 from glm53srv.offload.device.slots import SlotStore
 from glm53srv.offload.device.staged_chunk import StagedChunk
 from glm53srv.offload.elastic import ElasticLoan, loan_slots
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.residency import ResidencyPolicy
-from glm53srv.offload.split import Lane, split_picks
+from glm53srv.offload.report import OffloadCounts, OffloadReport
+from glm53srv.offload.residency import ResidencyPolicy, ResidencyUpdate, SlotState
+from glm53srv.offload.split import Lane, Split, split_picks
 from glm53srv.offload.staging import should_stage
 from glm53srv.offload.vram_plan import VramPlan, plan_vram
-from glm53srv.progress import Progress
+from glm53srv.offload.warm_fill import fill_from_history
 
 logger = logging.getLogger(__name__)
 
-FILL_BEGIN, FILL_SHARE = 0.1, 0.049
-"""The arena's part of the decoder's progress: between its checks, at 0.1, and its layers, from 0.15 on."""
-
 MAX_SETTLING_ADVANCES = 4
 """Advances after which called slots must be lent when no step runs: unmap, end of draining, and two spare."""
-
-
-@dataclass(slots=True)
-class OffloadCounts:
-    """What happened since the start. Distinct experts per layer and lane; copies in experts."""
-
-    num_steps: int = 0
-    num_vram: int = 0
-    num_link: int = 0
-    num_cpu: int = 0
-    num_copies: int = 0
-    num_staged: int = 0
-    num_loans: int = 0
 
 
 class SimulatedOffload:
@@ -77,9 +67,16 @@ class SimulatedOffload:
         arena: ExpertArena,
         max_rows: int,
         options: OffloadOptions,
+        *,
+        fingerprint: str = "",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build everything around a filled arena. Raises MachineError."""
+        """Build everything around a filled arena: measure the costs, fill the cache from kept heat.
+
+        fingerprint: of the routers, see model/fingerprint.py. clock: seconds. Raises MachineError.
+        """
         geometry = arena.geometry
+        self._clock = clock
         self._context = context
         self._config = config
         self._options = options
@@ -87,16 +84,36 @@ class SimulatedOffload:
         self.arena = arena
         self.plan = plan_slots(geometry, options)
         self.policy = ResidencyPolicy(geometry, self.plan.num_slots, options.residency)
-        self.counts = OffloadCounts()
+        self._counts = Counts()
         self._store = SlotStore(arena, self.plan.num_slots)
         self._loan = ElasticLoan(self.plan)
         self._chunk: StagedChunk | None = None
         self._log: NDArray[np.int32] | None = None  # of the decode step before
         self._step: _DecodeStep | None = None
-        max_picks = self._rows * geometry.top_k
-        costs = options.costs.apply(default_costs(options.crew_threads))
-        self._cpu_count = cpu_count_table(costs, max_picks, options.mode)
-        self._crew = self._hire()
+        self._mailbox = Mailbox(MailboxShape(self._rows, geometry.top_k, config.hidden_size))
+        self._crew = self._hire(self._mailbox)
+        self._hand_over_ms = 0.0
+        self._decode_began_s: float | None = None
+        self._heat = HeatKeeper(options.heat, geometry, fingerprint)
+        try:
+            calibration = self._calibrate()
+            max_picks = self._rows * geometry.top_k
+            self._ledger = CostLedger(calibration, options.costs, max_picks, options.mode)
+            self._fill_cache()
+            self._report = self._describe()
+        except BaseException:
+            self._crew.close()  # its threads would outlive what they read
+            raise
+
+    @property
+    def counts(self) -> OffloadCounts:
+        """What happened so far."""
+        return self._counts.frozen()
+
+    @property
+    def report(self) -> OffloadReport:
+        """The snapshot that the last step or chunk left. May be read by any thread: it is replaced whole."""
+        return self._report
 
     def layer(self, checkpoint: Checkpoint, sparse_layer: int) -> OffloadedExperts:
         """Give the routed and the shared expert of a layer, as the model calls them."""
@@ -116,7 +133,7 @@ class SimulatedOffload:
         loan = loan_slots(plan, geometry.expert_bytes, num_tokens, is_staged)
         shrink = self._loan.begin(loan).shrink
         self.policy.shrink(shrink)
-        self.counts.num_loans += shrink > 0
+        self._counts.num_loans += shrink > 0
         self._settle()
         if is_staged and loan >= 2 * plan.stage_slots:
             self._chunk = StagedChunk(self.policy, self._store, plan)
@@ -126,8 +143,9 @@ class SimulatedOffload:
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             chunk.abort()
-            self.counts.num_staged += chunk.num_staged
+            self._counts.num_staged += chunk.num_staged
         self.policy.grow(self._loan.end(is_more_waiting).grow)
+        self._report = self._describe()
 
     def begin_decode(self, num_rows: int) -> None:
         """Begin a decode step of num_rows: the table is fixed for it, and the host works beside it."""
@@ -135,22 +153,35 @@ class SimulatedOffload:
             raise EngineError(f"a decode step of {num_rows} rows, the mailbox holds {self._rows}")
         geometry = self.policy.geometry
         log = np.full((geometry.num_layers, num_rows * geometry.top_k), -1, np.int32)
-        self._step = _DecodeStep(self._store.table.copy(), self.policy.heat_table(), log)
+        self._step = _DecodeStep(self._store.table.copy(), self.policy.heat_table(), self._ledger.table, log)
         self._crew.ring()
+        begin_s, before_s = self._clock(), self._decode_began_s
+        self._decode_began_s = begin_s
+        granted = self._ledger.grant(0.0 if before_s is None else (begin_s - before_s) * 1e3)
         if self._log is not None:
             self.policy.observe(self._log)
-            self._advance(self._options.copies_per_step)
+            self._heat.end_step(self.policy.history)
+            fixed = self._options.copies_per_step
+            num_admitted = self._advance(granted if fixed is None else fixed)
+            if fixed is None:
+                self._ledger.spend(num_admitted)
 
     def end_decode(self) -> None:
         """End the step: its log is read beside the next one; copies that ran beside it have landed."""
         assert self._step is not None
+        assert self._decode_began_s is not None
         self._log, self._step = self._step.log, None
-        self._store.move(self._options.copies_per_step)
+        step_ms = (self._clock() - self._decode_began_s) * 1e3
+        fixed = self._options.copies_per_step
+        self._store.move(max(1, int(step_ms / self._ledger.copy_ms)) if fixed is None else fixed)
         self._crew.check()
-        self.counts.num_steps += 1
+        self._counts.num_steps += 1
+        self._ledger.end_step()
+        self._report = self._describe()
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
+        """Save the heat and end the workers. Idempotent."""
+        self._heat.close(self.policy.history)
         self._crew.close()
         self.arena.close()
 
@@ -179,19 +210,42 @@ class SimulatedOffload:
         """Run one layer of a decode step; picks (rows, top_k + 1), the last is the shared expert."""
         routed = picks[:, :-1]
         one = slice(layer, layer + 1)
-        split = split_picks(routed.reshape(1, -1), step.table[one], step.heat[one], self._cpu_count)
+        split = split_picks(routed.reshape(1, -1), step.table[one], step.heat[one], step.cpu_count)
         step.log[layer] = routed.reshape(-1)
-        self.counts.num_vram += int(split.num_hits[0])
-        self.counts.num_link += int(split.num_link[0])
-        self.counts.num_cpu += int(split.num_cpu[0])
+        self._counts.num_vram += int(split.num_hits[0])
+        self._counts.num_link += int(split.num_link[0])
+        self._counts.num_cpu += int(split.num_cpu[0])
         is_cpu = (split.lanes[0] == Lane.CPU).reshape(routed.shape)
         if not is_cpu.any():
-            return self._compute(layer, table, step.table[layer], x, picks, weights)
+            return self._launch(step, layer, table, x, picks, weights, split)
         seq = self._crew.post(layer, x, np.where(is_cpu, routed, np.int32(-1)), weights[:, :-1])
         others = picks.copy()
         others[:, :-1][is_cpu] = -1
-        y = self._compute(layer, table, step.table[layer], x, others, weights)
+        y = self._launch(step, layer, table, x, others, weights, split)
         y += self._crew.wait(seq, len(x))
+        answer = self._mailbox.answer(seq)
+        self._ledger.observe_cpu(answer.num_experts, answer.elapsed_ms + self._hand_over_ms)
+        return y
+
+    def _launch(
+        self,
+        step: _DecodeStep,
+        layer: int,
+        table: ExpertTable,
+        x: F32,
+        picks: NDArray[np.int32],
+        weights: F32,
+        split: Split,
+    ) -> F32:
+        """Compute the GPU's part of a decode layer, and learn what it takes.
+
+        The shared expert lies at home like a read in place, but in memory that every step reads: counted as a
+        hit.
+        """
+        begin_s = self._clock()
+        y = self._compute(layer, table, step.table[layer], x, picks, weights)
+        elapsed_ms = (self._clock() - begin_s) * 1e3
+        self._ledger.observe_gpu(int(split.num_hits[0]) + 1, int(split.num_link[0]), elapsed_ms)
         return y
 
     def _compute(
@@ -211,10 +265,66 @@ class SimulatedOffload:
             x, pointed, picks, weights, self._config.swiglu_limit, precision=context.precision
         )
 
-    def _advance(self, max_admissions: int) -> None:
+    def _advance(self, max_admissions: int) -> int:
+        """Decide and carry out what changes before the next step; gives the number of admissions."""
         update = self.policy.advance(self._store.take_landed(), max_admissions)
         self._store.apply(update)
-        self.counts.num_copies += len(update.copy_keys)
+        self._counts.num_copies += len(update.copy_keys)
+        return update.num_admitted
+
+    def _calibrate(self) -> Calibration:
+        """Measure the lanes, or take the defaults if no time is allowed for it."""
+        options, geometry = self._options, self.policy.geometry
+        guess = default_costs(options.crew_threads)
+        if options.calibrate_s <= 0:
+            return assume(guess, options.costs)
+        lanes = SimulatedProbes(
+            self.arena, self._store, self._crew, self._mailbox, self._compute, self._clock
+        )
+        found = calibrate(
+            lanes.probes(),
+            self._clock,
+            guess=guess,
+            overrides=options.costs,
+            budget_s=options.calibrate_s,
+            max_experts=geometry.top_k,
+        )
+        self._hand_over_ms = lanes.hand_over_ms
+        for line in describe(found, geometry.expert_bytes):
+            logger.info("offload %s", line)
+        return found
+
+    def _fill_cache(self) -> None:
+        """Fill the cache from the heat of an earlier run."""
+        history = self._heat.load()
+        if history is None:
+            return
+
+        def execute(update: ResidencyUpdate) -> NDArray[np.int32]:
+            self._store.apply(update)
+            self._store.drain()
+            return self._store.take_landed()
+
+        num_copied = fill_from_history(self.policy, history, execute)
+        self._counts.num_copies += num_copied
+        logger.info("offload warm slots=%d of %d", num_copied, self.plan.num_slots)
+
+    def _describe(self) -> OffloadReport:
+        policy, crew = self.policy, self._crew.stats()
+        states = policy.slot_states()
+        return OffloadReport(
+            kind="simulate",
+            mode=self._options.mode,
+            num_slots=policy.num_slots,
+            num_resident=int((states == SlotState.RESIDENT).sum()),
+            num_lent=policy.num_slots - policy.capacity,
+            hit_share=self._counts.hit_share,
+            counts=self._counts.frozen(),
+            costs=self._ledger.report(policy.geometry.expert_bytes),
+            crew_expert_ms=crew.ms_per_expert,
+            crew_threads=self._options.crew_threads,
+            heat=self._heat.report(),
+        )
 
     def _settle(self) -> None:
         """Wait until called slots are lent; no step is running, so copies and unmapping cannot be in use."""
@@ -225,9 +335,8 @@ class SimulatedOffload:
             self._advance(0)
         raise EngineError("slots called for a prefill were not lent: residency is stuck")
 
-    def _hire(self) -> Crew:
-        options, context, geometry = self._options, self._context, self.policy.geometry
-        shape = MailboxShape(self._rows, geometry.top_k, self._config.hidden_size)
+    def _hire(self, mailbox: Mailbox) -> Crew:
+        options, context = self._options, self._context
         crew = CrewOptions(
             options.crew_threads,
             options.crew_cpus,
@@ -237,41 +346,7 @@ class SimulatedOffload:
             self._config.swiglu_limit,
             deadline_ms=options.deadline_ms,
         )
-        return Crew(self.arena, Mailbox(shape), crew)
-
-
-class OffloadOpener:
-    """Builds the offload when the decoder's loader has found the checkpoint whole, and remembers it."""
-
-    def __init__(
-        self, context: KernelContext, max_rows: int, options: OffloadOptions, progress: Progress | None
-    ) -> None:
-        self._context = context
-        self._max_rows = max_rows
-        self._options = options
-        self._progress = progress or (lambda fraction, stage: None)
-        self.offload: SimulatedOffload | None = None
-
-    def __call__(self, checkpoint: Checkpoint, config: ModelConfig) -> ExpertSource:
-        """Fill the arena and give the experts of its layers. Raises CheckpointError or MachineError."""
-        machine = read_machine()
-        layout, geometry = plan_records(checkpoint, config)
-        plan = plan_slots(geometry, self._options)
-        require_memory(layout.record_bytes * (geometry.num_keys + plan.num_slots), machine)
-        progress = self._progress
-        arena = ExpertArena.load(
-            checkpoint,
-            config,
-            machine,
-            progress=lambda part, stage: progress(FILL_BEGIN + FILL_SHARE * part, stage),
-        )
-        self.offload = SimulatedOffload(self._context, config, arena, self._max_rows, self._options)
-        return self.offload.layer
-
-    def close(self) -> None:
-        """Close what was built so far."""
-        if self.offload is not None:
-            self.offload.close()
+        return Crew(self.arena, mailbox, crew)
 
 
 class OffloadedExperts:
@@ -300,9 +375,10 @@ def plan_slots(geometry: ExpertGeometry, options: OffloadOptions) -> VramPlan:
 class _DecodeStep:
     """What a running step reads and writes. table, heat: int32 (layers, experts), fixed while it runs.
 
-    log: int32 (layers, rows * top_k), its picks.
+    cpu_count: the split's table, likewise. log: int32 (layers, rows * top_k), its picks.
     """
 
     table: NDArray[np.int32]
     heat: NDArray[np.int32]
+    cpu_count: NDArray[np.int32]
     log: NDArray[np.int32]

@@ -32,6 +32,7 @@ class SlotStore:
         self._region = Region(num_slots * geometry.expert_bytes)
         self._slots = self._region.array().reshape(num_slots, -1)
         self._slots[:] = POISON
+        self.num_slots = num_slots
         self.table = np.full((geometry.num_layers, geometry.num_experts), -1, np.int32)
         self._queue: deque[tuple[int, int, int]] = deque()  # (key, slot, ticket), in copy order
         self._landed: list[int] = []

@@ -1,0 +1,1 @@
+"""What this machine can run, and why: findings that `doctor` prints and `serve` heeds before it loads."""

@@ -1,0 +1,93 @@
+"""The costs of a running device and the table made of them, which is remade when they have moved."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53srv.offload.calibrate import Calibration, gb_per_s
+from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
+from glm53srv.offload.cost import CostModel, CostOverrides, CostTracker, Mode, cpu_count_table
+from glm53srv.offload.report import CostReport
+
+REFRESH_STEPS = 64
+"""Decode steps between two looks at the costs: some seconds. A table takes about 1 ms of host time."""
+MIN_DRIFT = 0.05
+"""Change of a cost that is worth a new table: its entries are whole experts, of which there are few."""
+
+
+class CostLedger:
+    """Owns tracker, table and copy budget. Called by the engine thread, between steps.
+
+    table: int32 (max_picks + 1, max_picks + 1), see cost.cpu_count_table; a new array when it changes.
+    """
+
+    def __init__(
+        self, calibration: Calibration, overrides: CostOverrides, max_picks: int, mode: Mode
+    ) -> None:
+        self.calibration = calibration
+        self._tracker = CostTracker(calibration.costs, overrides)
+        self._max_picks = max_picks
+        self._mode: Mode = mode
+        self._tabled = self._tracker.costs
+        self._num_steps = 0
+        self.table: NDArray[np.int32] = cpu_count_table(self._tabled, max_picks, mode)
+        self.num_tables = 1
+        default = CopyBudgetParams()
+        self._budget = CopyBudget(CopyBudgetParams(copy_ms=calibration.copy_ms or default.copy_ms))
+
+    @property
+    def costs(self) -> CostModel:
+        """Costs as they are now known."""
+        return self._tracker.costs
+
+    @property
+    def copy_ms(self) -> float:
+        """One expert by the copy engine, as the budget counts it."""
+        return self._budget.params.copy_ms
+
+    def observe_cpu(self, num_experts: int, elapsed_ms: float) -> None:
+        """Learn from one CPU job, post to answer."""
+        self._tracker.observe_cpu(num_experts, elapsed_ms)
+
+    def observe_gpu(self, num_hits: int, num_link: int, elapsed_ms: float) -> None:
+        """Learn from one launch over experts in VRAM and experts read in place."""
+        self._tracker.observe_gpu(num_hits, num_link, elapsed_ms)
+
+    def end_step(self) -> None:
+        """Count a decode step; every REFRESH_STEPS of them, make a new table if a cost has moved."""
+        self._num_steps += 1
+        if self._num_steps % REFRESH_STEPS == 0 and self._has_drifted():
+            self._tabled = self.costs
+            self.table = cpu_count_table(self._tabled, self._max_picks, self._mode)
+            self.num_tables += 1
+
+    def grant(self, step_ms: float) -> int:
+        """Give the admissions that the time of a step pays for; see copy_budget.py."""
+        return self._budget.grant(step_ms)
+
+    def spend(self, num_admissions: int) -> None:
+        """Take off the admissions that were decided."""
+        self._budget.spend(num_admissions)
+
+    def report(self, expert_bytes: int) -> CostReport:
+        """Tell what /stats shows."""
+        now, found = self.costs, self.calibration
+        return CostReport(
+            now=now,
+            at_start=found.costs,
+            sources=found.sources,
+            copy_ms=self.copy_ms,
+            link_gb_s=gb_per_s(expert_bytes, now.zero_copy_ms),
+            cpu_gb_s=gb_per_s(expert_bytes, now.cpu_expert_ms),
+            copy_gb_s=gb_per_s(expert_bytes, found.copy_ms),
+            num_samples=found.num_samples,
+            elapsed_s=found.elapsed_s,
+            num_tables=self.num_tables,
+            notes=found.notes,
+        )
+
+    def _has_drifted(self) -> bool:
+        now, then = self.costs, self._tabled
+        pairs = [(getattr(now, name), getattr(then, name)) for name in CostModel.__slots__]
+        return any(abs(new - old) > MIN_DRIFT * old for new, old in pairs)

@@ -1,0 +1,70 @@
+"""What an offload tells about itself in /stats: plain values, one frozen snapshot after each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from glm53srv.offload.calibrate import Source
+from glm53srv.offload.cost import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadCounts:
+    """What happened since the start. Distinct experts per layer and lane; copies in experts."""
+
+    num_steps: int = 0
+    num_vram: int = 0
+    num_link: int = 0
+    num_cpu: int = 0
+    num_copies: int = 0
+    num_staged: int = 0
+    num_loans: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CostReport:
+    """now, at_start: milliseconds. sources: where each start value comes from. Rates in 10^9 bytes a second.
+
+    num_tables: split tables made so far, one at start and one for each drift.
+    """
+
+    now: CostModel
+    at_start: CostModel
+    sources: dict[str, Source]
+    copy_ms: float
+    link_gb_s: float | None
+    cpu_gb_s: float | None
+    copy_gb_s: float | None
+    num_samples: int
+    elapsed_s: float
+    num_tables: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeatReport:
+    """path: None if heat is not kept. is_warm: this run began with an earlier one's."""
+
+    path: str | None = None
+    is_warm: bool = False
+    num_saves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadReport:
+    """The offload as of the last step. hit_share: distinct experts served by a slot, of all; None before any.
+
+    num_lent: slots that a prefill holds. crew_expert_ms: mean over the CPU workers' jobs.
+    """
+
+    kind: str
+    mode: str
+    num_slots: int
+    num_resident: int
+    num_lent: int
+    hit_share: float | None
+    counts: OffloadCounts
+    costs: CostReport
+    crew_expert_ms: float
+    crew_threads: int
+    heat: HeatReport = field(default_factory=HeatReport)

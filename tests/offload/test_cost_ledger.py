@@ -1,0 +1,94 @@
+"""The ledger: the table follows the costs, copies follow the measured rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from glm53srv.offload.calibrate import Calibration, assume
+from glm53srv.offload.cost import CostModel, CostOverrides
+from glm53srv.offload.cost_ledger import REFRESH_STEPS, CostLedger
+
+COSTS = CostModel(cpu_fixed_ms=0.1, cpu_expert_ms=0.2, zero_copy_ms=0.4, vram_expert_ms=0.03)
+NONE = CostOverrides()
+
+
+def make_ledger(overrides: CostOverrides = NONE, copy_ms: float | None = 0.5) -> CostLedger:
+    calibration = Calibration(overrides.apply(COSTS), copy_ms, assume(COSTS, overrides).sources)
+    return CostLedger(calibration, overrides, 8, "fast")
+
+
+def run(ledger: CostLedger, num_steps: int, cpu_ms: float, gpu_ratio: float = 1.0) -> None:
+    for _ in range(num_steps):
+        ledger.observe_cpu(4, 0.1 + 4 * cpu_ms)
+        ledger.observe_gpu(3, 1, gpu_ratio * (3 * 0.03 + 0.4))
+        ledger.end_step()
+
+
+def test_steady_costs_keep_the_table() -> None:
+    ledger = make_ledger()
+    first = ledger.table
+    run(ledger, 5 * REFRESH_STEPS, cpu_ms=0.2)
+    assert ledger.table is first
+    assert ledger.num_tables == 1
+
+
+def test_a_slower_cpu_gets_fewer_experts() -> None:
+    ledger = make_ledger()
+    before = ledger.table.copy()
+    run(ledger, 1000, cpu_ms=0.6)
+    assert ledger.costs.cpu_expert_ms == pytest.approx(0.6, rel=0.05)
+    assert ledger.num_tables > 1
+    assert ledger.table.sum() < before.sum()
+    assert (ledger.table <= before).all()
+
+
+def test_a_slower_gpu_gets_fewer_experts_and_both_its_costs_rise() -> None:
+    ledger = make_ledger()
+    before = ledger.table.sum()
+    run(ledger, 1000, cpu_ms=0.2, gpu_ratio=3.0)
+    assert ledger.costs.zero_copy_ms == pytest.approx(1.2, rel=0.1)
+    assert ledger.costs.vram_expert_ms == pytest.approx(0.09, rel=0.1)
+    assert ledger.table.sum() > before
+
+
+def test_a_table_changes_only_at_the_end_of_a_step() -> None:
+    ledger = make_ledger()
+    run(ledger, REFRESH_STEPS - 1, cpu_ms=2.0)
+    table = ledger.table
+    ledger.observe_cpu(4, 9.0)
+    assert ledger.table is table
+    ledger.end_step()
+    assert ledger.table is not table
+
+
+def test_what_the_user_set_stays() -> None:
+    ledger = make_ledger(CostOverrides(0.1, 0.2, 0.4))
+    run(ledger, 1000, cpu_ms=5.0)
+    assert ledger.costs.cpu_expert_ms == 0.2
+    assert ledger.costs.zero_copy_ms == 0.4
+
+
+def test_a_hidden_cost_stays_hidden() -> None:
+    calibration = Calibration(CostModel(0.1, 0.2, 0.4, 0.0))
+    ledger = CostLedger(calibration, NONE, 8, "fast")
+    run(ledger, 10, cpu_ms=0.2)
+    assert ledger.costs.vram_expert_ms == 0.0
+
+
+def test_copies_follow_the_measured_rate() -> None:
+    fast, slow = make_ledger(copy_ms=0.25), make_ledger(copy_ms=2.5)
+    assert fast.grant(40.0) == 32  # 40 ms, a quarter of them, 0.25 ms each: 40, and 32 is the most
+    assert slow.grant(40.0) == 4
+    slow.spend(4)
+    assert slow.grant(0.0) == 0
+
+
+def test_the_report_shows_start_and_now() -> None:
+    ledger = make_ledger(CostOverrides(zero_copy_ms=0.5))
+    run(ledger, 500, cpu_ms=0.4)
+    report = ledger.report(1_000_000)
+    assert report.at_start.cpu_expert_ms == 0.2
+    assert report.now.cpu_expert_ms > 0.3
+    assert report.sources["zero_copy_ms"] == "set"
+    assert report.link_gb_s == pytest.approx(2.0)
+    assert report.copy_gb_s == pytest.approx(2.0)
