@@ -30,6 +30,7 @@ from glm53srv.engine.cuda.loading import CudaOptions
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.machine import read_machine
 from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.vram_plan import VramOptions
 from glm53srv.request import SamplingParams
 
@@ -320,17 +321,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--against", type=Path)
     parser.add_argument("--slots", type=int, default=24)
     given = parser.parse_args(argv)
-    options = CudaOptions(
+    offload = OffloadOptions(
         mode=given.mode,
-        cache_tokens=256 * PAGES_PER_SLOT * 4,
-        max_chunk_tokens=CHUNK,
         vram=VramOptions(max_slots=given.slots),
         chunk_slots=max(1, given.slots // 8),
         # Both lanes busy in fast mode: the CPU takes about half of the misses.
         costs=CostOverrides(0.0, 0.4, 0.4) if given.mode == "fast" else CostOverrides(),
-        crew_threads=4 if given.mode == "fast" else 0,
+        crew_threads=4,
         stage_min_picks=64,
-        poisons=True,
+    )
+    options = CudaOptions(
+        offload, cache_tokens=256 * PAGES_PER_SLOT * 4, max_chunk_tokens=CHUNK, poisons=True
     )
     begin = time.perf_counter()
     ours = Ours(given.model_dir, options)

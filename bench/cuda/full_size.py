@@ -36,9 +36,11 @@ from glm53srv.engine.sampler import SamplerBank
 from glm53srv.machine import read_machine
 from glm53srv.model.config import load_model_config
 from glm53srv.model.pack_config import processor_json
+from glm53srv.offload.calibrate import describe
 from glm53srv.offload.device.arena import ArenaOptions
 from glm53srv.offload.device.cpus import choose_cpus
 from glm53srv.offload.device.gpu.registered import RegisteredMemory
+from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.vram_plan import GIB, VramOptions, explain
 from glm53srv.request import SamplingParams
 
@@ -223,15 +225,17 @@ def build(given: argparse.Namespace, model_dir: Path) -> tuple[CudaEngine, dict[
     machine = read_machine()
     cpus = choose_cpus(given.cpus, machine)
     threads = 0 if given.mode == "exact" else given.threads or len(cpus)
-    options = CudaOptions(
+    offload = OffloadOptions(
         mode=given.mode,
-        cache_tokens=given.cache_tokens,
-        vram_bytes=int(given.vram * GIB) if given.vram else None,
         vram=VramOptions(max_slots=given.max_slots),
-        max_chunk_tokens=given.chunk,
         crew_threads=threads,
         crew_cpus=cpus,
-        link_share=given.link_share,
+    )
+    options = CudaOptions(
+        offload,
+        cache_tokens=given.cache_tokens,
+        vram_bytes=int(given.vram * GIB) if given.vram else None,
+        max_chunk_tokens=given.chunk,
     )
     begin = time.perf_counter()
     package = open_package(options.mode)
@@ -260,14 +264,14 @@ def build(given: argparse.Namespace, model_dir: Path) -> tuple[CudaEngine, dict[
     say(f"open after {marks['opened_s']:.1f} s, warm after {marks['warm_s']:.1f} s")
     for line in explain(engine.offload.plan):
         say(line)
-    say(f"costs {engine.offload.options.costs}, chunk {engine.limits.max_chunk_tokens} tokens")
+    calibration = engine.offload.calibration
+    for line in describe(calibration, arena.layout.record_bytes):
+        say(line)
     facts = {
         **marks,
         "threads": threads,
         "slots": engine.offload.plan.num_slots,
-        "copy_ms": engine.offload.options.copy_ms,
-        "link_gb_s": arena.layout.record_bytes / engine.offload.options.copy_ms / 1e6,
-        "costs": asdict(engine.offload.options.costs),
+        "calibration": asdict(calibration),
         "chunk_tokens": engine.limits.max_chunk_tokens,
     }
     return engine, facts
@@ -324,7 +328,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache-tokens", type=int, default=131072)
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--max-slots", type=int)
-    parser.add_argument("--link-share", type=float, default=0.25)
     parser.add_argument("--cpus", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 2, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,15 +52,8 @@ def make_cuda(model_dir: Path) -> Engine:
     from glm53srv.engine.cuda.engine import CudaEngine
     from glm53srv.engine.cuda.loading import CudaOptions
 
-    options = CudaOptions(
-        mode="exact",
-        cache_tokens=2048,
-        max_chunk_tokens=64,
-        vram=VramOptions(max_slots=24),
-        chunk_slots=3,
-        stage_min_picks=64,
-        poisons=True,
-    )
+    strained = replace(OFFLOAD, mode="exact")
+    options = CudaOptions(strained, cache_tokens=2048, max_chunk_tokens=64, poisons=True)
     return CudaEngine.load(model_dir, options, read_machine())
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,14 @@ from glm53srv.errors import EngineError, MachineError
 from glm53srv.machine import MachineFacts
 from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import load_model_config
+from glm53srv.model.fingerprint import routing_fingerprint
 from glm53srv.model.tensor_needs import all_needs
 from glm53srv.model.vocabulary import count_token_ids
 from glm53srv.offload.device.arena import ArenaOptions, ExpertArena
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.registered import RegisteredMemory
+from glm53srv.offload.device.layout import sparse_layers
+from glm53srv.offload.report import OffloadReport
 from glm53srv.progress import Progress
 from glm53srv.request import TokenLogprobs
 
@@ -86,6 +90,7 @@ class CudaEngine:
         self._book: SlotBook[Any, Chunk] = SlotBook(self._limits)
         self._is_usable = True
         self._is_closed = False
+        self._failed: dict[int, str] = {}  # slots whose prompt outgrew the card, and what is said of them
         self._step_ms = _FIRST_STEP_MS
 
     @classmethod
@@ -122,16 +127,19 @@ class CudaEngine:
             )
             report(0.9, "measuring the card")
             sampler = SamplerBank(config.vocab_size, config.eos_token_ids, num_ids, grammars)
-            return cls.open(loaded, sampler, options)
+            fingerprint = routing_fingerprint(checkpoint, config, sparse_layers(config))
+            return cls.open(loaded, sampler, options, fingerprint)
         except BaseException:
             arena.close()
             raise
 
     @classmethod
-    def open(cls, loaded: LoadedModel, sampler: SamplerBank, options: CudaOptions) -> CudaEngine:
+    def open(
+        cls, loaded: LoadedModel, sampler: SamplerBank, options: CudaOptions, fingerprint: str = ""
+    ) -> CudaEngine:
         """Build the cache around a loaded model, and the engine around both. Raises MachineError."""
         try:
-            opened = open_offload(loaded, options)
+            opened = open_offload(loaded, options, fingerprint)
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"the card is full before the expert cache has a slot: lower -cs or --max-batch-size "
@@ -147,6 +155,10 @@ class CudaEngine:
     def is_random(self) -> bool:
         """Tell whether the weights are noise; the server says so."""
         return self._loaded.config.is_random
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        return self._offload.report
 
     @property
     def offload(self) -> GpuOffload:
@@ -214,23 +226,19 @@ class CudaEngine:
             self._release(slot_id)
         self._book.check_plan(plan)
         begin_s = time.perf_counter()
-        prefill_done = False
-        rows: list[NDArray[np.float32]] = []
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        done = _Prefilled()
         if plan.prefill is not None:
-            prefill_done, prompt_logprobs, last = self._prefill(plan.prefill)
-            if last is not None:
-                rows.append(last)
+            done = self._prefill(plan.prefill)
             torch.cuda.synchronize(self._loaded.device)
         middle_s = time.perf_counter()
         slot_ids = [row.slot for row in plan.decode]
-        if plan.decode:
-            rows.insert(0, self._decode(plan.decode))
-        if plan.prefill is not None and len(rows) > bool(plan.decode):
+        rows = [self._decode(plan.decode)] if plan.decode else []
+        if plan.prefill is not None and done.last_row is not None:
             slot_ids.append(plan.prefill.slot)
-        tokens: Sequence[SampledToken] = ()
-        if slot_ids:
-            tokens = self._sampler.sample(slot_ids, np.concatenate(rows))
+            rows.append(done.last_row)
+        tokens = self._sampler.sample(slot_ids, np.concatenate(rows)) if rows else []
+        if plan.prefill is not None and done.error is not None:
+            tokens.append(SampledToken(plan.prefill.slot, 0, error=done.error))
         end_s = time.perf_counter()
         if plan.decode:
             self._step_ms = (end_s - middle_s) * 1e3
@@ -238,23 +246,41 @@ class CudaEngine:
             prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
             decode_s=end_s - middle_s if plan.decode else 0.0,
         )
-        return StepResult(plan.step_id, tuple(tokens), prefill_done, stats, prompt_logprobs)
+        return StepResult(plan.step_id, tuple(tokens), done.is_done, stats, done.prompt_logprobs)
 
     def _release(self, slot_id: int) -> None:
         slot = self._book.slots.pop(slot_id, None)
+        self._failed.pop(slot_id, None)
         self._sampler.release(slot_id)
         if slot is not None:
             slot.state.free()
             if not slot.is_prefilled and not self._book.has_chunk:
                 self._offload.end_chunk(is_more_waiting=False)
 
-    def _prefill(
-        self, piece: PrefillSlice
-    ) -> tuple[bool, tuple[TokenLogprobs, ...], NDArray[np.float32] | None]:
-        """Run the slice. Gives whether its chunk is done, the prompt's judgements, the last row's logits."""
+    def _prefill(self, piece: PrefillSlice) -> _Prefilled:
+        """Run the slice; a prompt that outgrows the card's memory ends alone, with an error."""
         if piece.start is not None:
             self._start(piece, piece.start)
         slot = self._book.check_slice(piece)
+        if piece.slot not in self._failed:
+            try:
+                return self._run_slice(piece, slot)
+            except torch.OutOfMemoryError as error:
+                logger.warning("prompt of slot %d dropped: %s", piece.slot, str(error).splitlines()[0])
+                slot.in_flight = None
+                self._failed[piece.slot] = (
+                    f"a prompt chunk of {len(piece.token_ids)} tokens at {piece.start_position} did not fit "
+                    "into GPU memory; use a shorter prompt, or a server with a smaller -chunk_size or -cs"
+                )
+                self._offload.end_chunk(is_more_waiting=False)
+        # The plans of a dropped prompt go on until its last chunk, the place for news about it.
+        if piece.layer_end < self._limits.num_layers:
+            slot.chunk, slot.next_layer = piece.token_ids, piece.layer_end
+            return _Prefilled()
+        slot.finish(piece)
+        return _Prefilled(True, error=self._failed[piece.slot] if piece.is_last_chunk else None)
+
+    def _run_slice(self, piece: PrefillSlice, slot: Slot[Any, Chunk]) -> _Prefilled:
         begin, end = piece.start_position, piece.start_position + len(piece.token_ids)
         judged = self._sampler.prompt_positions(piece.slot, begin, end)
         if piece.layer_begin == 0:
@@ -267,18 +293,19 @@ class CudaEngine:
         self._model.run_layers(chunk, piece.layer_begin, piece.layer_end, wants_rows=len(judged) > 0)
         if piece.layer_end < self._limits.num_layers:
             slot.pause(piece, chunk)
-            return False, (), None
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        last = None
+            return _Prefilled()
+        told: tuple[TokenLogprobs, ...] = ()
+        last_row = None
         if piece.is_last_chunk or len(judged):
             hidden = self._model.last_hidden(chunk)
-            prompt_logprobs = self._judge(piece, chunk, hidden, judged)
+            told = self._judge(piece, chunk, hidden, judged)
             if piece.is_last_chunk:
-                last = self._model.head(chunk, hidden[:, -1:])
+                last_row = self._model.head(chunk, hidden[:, -1:])
+            del hidden
         slot.finish(piece)
-        del chunk
+        del chunk  # its activations are the memory that is given back
         self._offload.end_chunk(is_more_waiting=not piece.is_last_chunk)
-        return True, prompt_logprobs, last
+        return _Prefilled(True, told, last_row)
 
     def _judge(
         self, piece: PrefillSlice, chunk: Chunk, hidden: torch.Tensor, wanted: range
@@ -308,7 +335,7 @@ class CudaEngine:
         )
         self._offload.end_decode(self._step_ms)
         host = self._model.to_host(logits)
-        self._offload.check()
+        self._offload.finish_decode()
         for slot in slots:
             slot.num_computed += 1
         return host
@@ -342,3 +369,14 @@ class CudaEngine:
         finally:
             for state in states:
                 state.free()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefilled:
+    """What a slice gave. is_done: its chunk left the last layer. last_row: float32 (1, vocabulary), of a last
+    chunk. error: in its place, why there is none."""
+
+    is_done: bool = False
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    last_row: NDArray[np.float32] | None = None
+    error: str | None = None

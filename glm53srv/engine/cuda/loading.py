@@ -10,6 +10,7 @@ memory is measured, since a plan made before it would be too large by an amount 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +25,18 @@ from glm53srv.engine.cuda.weights import ArenaTensors
 from glm53srv.errors import MachineError
 from glm53srv.kernels import Clamp
 from glm53srv.model.config import ModelConfig
-from glm53srv.offload.cost import VRAM_EXPERT_MS, CostModel, CostOverrides, Mode, default_costs
+from glm53srv.offload.calibrate import Calibration, assume, calibrate, describe
+from glm53srv.offload.cost import Mode, default_costs
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
-from glm53srv.offload.device.gpu.gpu_offload import GpuOffload, GpuOffloadOptions, measure_copy_ms
-from glm53srv.offload.device.gpu.registered import device_alias, host_tensor
+from glm53srv.offload.device.gpu.gpu_offload import GpuMemory, GpuOffload
+from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
+from glm53srv.offload.device.gpu.registered import device_alias
 from glm53srv.offload.device.layout import sparse_layers
+from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.elastic import LoanParams, max_chunk_tokens
-from glm53srv.offload.residency import ResidencyParams
-from glm53srv.offload.staging import STAGE_MIN_PICKS
-from glm53srv.offload.vram_plan import GIB, VramOptions, plan_vram
+from glm53srv.offload.vram_plan import GIB, explain, plan_vram
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ PROBE_TOKENS = 1024
 """Chunk by which the activations' memory is measured: every expert is read over the link for it, once."""
 ACTIVATION_MARGIN = 1.15
 """A longer chunk routes less evenly than its length says."""
+
+CHUNK_SLOTS = 32
+"""Slots of one allocation, which are lent together: 302 MB of GLM-5.3-Flash's experts."""
 
 Wrap = Callable[[Any, Any], Any]
 
@@ -52,35 +57,27 @@ class CudaOptions:
 
     cache_tokens: room of the paged cache over all sequences. max_chunk_tokens: a prefill chunk at most; less
     if the card cannot hold its activations. vram_bytes: what of the card may be used, None for all that is
-    free. chunk_slots: slots lent together. stage_min_picks: None scales the default by a layer's experts.
-    crew_threads, crew_cpus: of the CPU workers, in fast mode; 0 threads leaves them out. poisons: for tests.
+    free. offload: mode, cache and CPU workers; 0 crew_threads leaves the workers out; its chunk_slots None
+    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots.
     """
 
-    mode: Mode = "fast"
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     max_streams: int = 4
     cache_tokens: int = 131072
     max_chunk_tokens: int = 8192
     vram_bytes: int | None = None
-    vram: VramOptions = field(default_factory=VramOptions)
-    chunk_slots: int = 32
-    costs: CostOverrides = field(default_factory=CostOverrides)
-    residency: ResidencyParams = field(default_factory=ResidencyParams)
-    crew_threads: int = 0
-    crew_cpus: tuple[int, ...] | None = None
-    deadline_ms: int = 1500
-    stage_min_picks: int | None = None
-    link_share: float = 0.25
     poisons: bool = False
     device: int = 0
+
+    @property
+    def mode(self) -> Mode:
+        """Give the mode."""
+        return self.offload.mode
 
     @property
     def num_pages(self) -> int:
         """Pages of the cache."""
         return -(-self.cache_tokens // PAGE_TOKENS)
-
-    def min_picks(self, num_experts: int) -> int:
-        """Give the threshold of staging for a layer of num_experts."""
-        return self.stage_min_picks or -(-STAGE_MIN_PICKS * num_experts // 288)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,54 +169,62 @@ def load_model(
     )
 
 
-def open_offload(loaded: LoadedModel, options: CudaOptions) -> OpenedOffload:
-    """Run small shapes, measure what is left of the card, and build the cache. Raises MachineError."""
-    geometry = loaded.arena.geometry
-    activation = _probe(loaded, options)
-    loan = LoanParams(activation_bytes_per_token=activation)
+def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "") -> OpenedOffload:
+    """Run small shapes, measure what is left of the card, build the cache and time the lanes.
+
+    fingerprint: of the routers, for kept heat. Raises MachineError.
+    """
+    geometry, wanted = loaded.arena.geometry, options.offload
+    loan = LoanParams(activation_bytes_per_token=_probe(loaded, options))
     lane = _hire(loaded, options)
     free = free_vram(loaded.device, options.vram_bytes)
-    plan = plan_vram(geometry, free, options.mode, options.vram, options.chunk_slots)
-    copy_ms = measure_copy_ms(
-        host_tensor(loaded.arena.region), loaded.arena.layout.record_bytes, loaded.device
-    )
-    torch.cuda.empty_cache()
-    costs = _costs(lane, options, copy_ms)
-    gpu = GpuOffloadOptions(
-        mode=options.mode,
-        plan=plan,
-        loan=loan,
-        costs=costs,
-        copy_ms=copy_ms,
-        stage_min_picks=options.min_picks(geometry.num_experts),
-        residency=options.residency,
-        link_share=options.link_share,
-        poisons=options.poisons,
-    )
+    plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
+    tables = [tables_of(layer) for layer in loaded.layers]
+    memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan)
     offload = GpuOffload(
-        loaded.arena,
-        loaded.alias,
-        [tables_of(layer) for layer in loaded.layers],
-        options.max_streams,
-        gpu,
-        lane,
+        memory, options.max_streams, wanted, lane, fingerprint=fingerprint, poisons=options.poisons
     )
+    with torch.inference_mode():
+        offload.start(_calibrate(loaded, offload, lane, wanted))
     for layer in loaded.layers:
         layer.offload = offload
     chunk = min(options.max_chunk_tokens, max_chunk_tokens(plan, geometry.expert_bytes, loan))
-    chunk = max(PAGE_TOKENS, chunk // PAGE_TOKENS * PAGE_TOKENS)
+    if chunk > PAGE_TOKENS:
+        chunk = chunk // PAGE_TOKENS * PAGE_TOKENS
     logger.info(
-        "cuda slots=%d free_gib=%.2f activation_bytes_per_token=%d chunk_tokens=%d copy_ms=%.3f gb_s=%.1f "
-        "costs=%s",
-        plan.num_slots,
+        "cuda free_gib=%.2f slots=%d activation_bytes_per_token=%d chunk_tokens=%d",
         free / GIB,
-        activation,
+        plan.num_slots,
+        loan.activation_bytes_per_token,
         chunk,
-        copy_ms,
-        loaded.arena.layout.record_bytes / copy_ms / 1e6,
-        costs,
     )
-    return OpenedOffload(offload, min(chunk, options.max_chunk_tokens))
+    for line in explain(plan):
+        logger.info("vram %s", line)
+    return OpenedOffload(offload, max(1, chunk))
+
+
+def _calibrate(
+    loaded: LoadedModel, offload: GpuOffload, lane: CpuLane | None, options: OffloadOptions
+) -> Calibration:
+    """Time the lanes, or take the defaults if no time is allowed for it."""
+    guess = default_costs(max(1, options.crew_threads))
+    if options.calibrate_s <= 0:
+        return assume(guess, options.costs)
+
+    def run(layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
+        loaded.layers[layer].bc.run_bszN(x, picks, weights)
+
+    found = calibrate(
+        GpuProbes(offload, run, lane).probes(),
+        time.perf_counter,
+        guess=guess,
+        overrides=options.costs,
+        budget_s=options.calibrate_s,
+        max_experts=offload.policy.geometry.top_k,
+    )
+    for line in describe(found, offload.policy.geometry.expert_bytes):
+        logger.info("offload %s", line)
+    return found
 
 
 def _probe(loaded: LoadedModel, options: CudaOptions) -> int:
@@ -267,27 +272,17 @@ def run_decode(model: CudaModel, width: int, num_steps: int) -> None:
 
 
 def _hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
-    if options.mode == "exact" or options.crew_threads < 1:
+    wanted = options.offload
+    if options.mode == "exact" or wanted.crew_threads < 1:
         return None
     crew = CrewOptions(
-        options.crew_threads,
-        options.crew_cpus,
+        wanted.crew_threads,
+        wanted.crew_cpus,
         clamp=Clamp.ACTIVATION,
         limit=loaded.config.swiglu_limit,
-        deadline_ms=options.deadline_ms,
+        deadline_ms=wanted.deadline_ms,
     )
     return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension)
-
-
-def _costs(lane: CpuLane | None, options: CudaOptions, copy_ms: float) -> CostModel:
-    """Measure what a miss costs on either lane; the user's values win."""
-    if lane is None:
-        guess = default_costs(max(1, options.crew_threads))
-        fixed, each = guess.cpu_fixed_ms, guess.cpu_expert_ms
-    else:
-        fixed, each = lane.calibrate()
-    # A kernel's reads of one expert in place go at the link's rate, as the copy engine's do.
-    return options.costs.apply(CostModel(fixed, each, copy_ms, min(VRAM_EXPERT_MS, 0.1 * copy_ms)))
 
 
 class _Counter:

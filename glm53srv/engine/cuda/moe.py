@@ -31,7 +31,7 @@ def make_offloaded_class() -> type[Any]:
             offload = self.offload
             if offload is None:
                 return super().forward(x, params, out_dtype)
-            offload.begin_layer(self.sparse_layer, x.numel() // self.hidden_size)
+            offload.begin_layer(self.sparse_layer)
             y = super().forward(x, params, out_dtype)
             offload.end_layer(self.sparse_layer)
             return y

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from glm53srv.offload.cost import fit_cpu_cost
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import Crew, CrewOptions, CrewStats
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
@@ -15,9 +15,6 @@ from glm53srv.offload.device.gpu.launch import MailCell
 from glm53srv.offload.device.gpu.registered import RegisteredMemory
 from glm53srv.offload.device.mailbox import DONE, HEADER_BYTES, POSTED, Mailbox, MailboxShape
 from glm53srv.offload.device.region import Region
-
-CALIBRATION_SIZES = (1, 2, 4, 8)
-CALIBRATION_ROUNDS = 5
 
 
 class CpuLane:
@@ -31,6 +28,7 @@ class CpuLane:
     def __init__(self, arena: ExpertArena, max_rows: int, options: CrewOptions, extension: Any) -> None:
         """Register the mailbox and start the workers. Raises MachineError."""
         geometry = arena.geometry
+        self._posted: list[int] = []
         self._extension = extension
         self._shape = MailboxShape(max_rows, geometry.top_k, arena.layout.hidden)
         self.mailbox = Mailbox(self._shape)
@@ -40,13 +38,13 @@ class CpuLane:
         self._abort_memory = RegisteredMemory(extension)
         self._abort_memory.pin(self._abort)
         self._address = self.mailbox.region.address  # the device's too: registered memory under UVA
-        self._arena = arena
         self.crew = Crew(arena, self.mailbox, options)
         self._next_seq = self._shape.first_seq
         self._open_seq: int | None = None
 
     def begin_step(self) -> None:
         """Wake the workers."""
+        self._posted.clear()
         self.crew.ring()
 
     def next_cell(self) -> MailCell:
@@ -54,6 +52,7 @@ class CpuLane:
         seq = self._next_seq
         self._next_seq = (seq + 1) & 0xFFFFFFFF
         self._open_seq = seq
+        self._posted.append(seq)
         mailbox = self.mailbox
         return MailCell(self._cell(seq), seq, mailbox.weights_offset, mailbox.x_offset, publishes=False)
 
@@ -82,27 +81,20 @@ class CpuLane:
         """Count."""
         return self.crew.stats()
 
-    def calibrate(self) -> tuple[float, float]:
-        """Measure (fixed ms, ms per expert) with jobs of several sizes; the GPU must post none meanwhile.
+    def take_answers(self) -> list[tuple[int, float]]:
+        """Give (experts, ms) of each job with experts that this step posted; after the step's end."""
+        answers = [self.mailbox.answer(seq) for seq in self._posted[-self._shape.num_cells :]]
+        self._posted.clear()
+        return [(answer.num_experts, answer.elapsed_ms) for answer in answers if answer.num_experts]
 
-        Jobs go by the host's door and take their numbers from the same count.
-        """
-        geometry = self._arena.geometry
-        x = np.random.default_rng(0).standard_normal((1, self._arena.layout.hidden), np.float32)
-        samples: list[tuple[int, float]] = []
-        sizes = [size for size in CALIBRATION_SIZES if size <= geometry.top_k]
-        for number in range(CALIBRATION_ROUNDS):
-            for size in sizes:
-                picks = np.full((1, geometry.top_k), -1, np.int32)
-                begin = (number * 31 + size * 7) % (geometry.num_experts - size + 1)
-                picks[0, :size] = np.arange(begin, begin + size)
-                weights = np.full(picks.shape, 0.125, np.float32)
-                seq = self.crew.post(number % geometry.num_layers, x, picks, weights)
-                self.crew.wait(seq, 1)
-                self._next_seq = (seq + 1) & 0xFFFFFFFF
-                if number:
-                    samples.append((size, self.mailbox.answer(seq).elapsed_ms))
-        return fit_cpu_cost(samples)
+    def run_alone(self, layer: int, x: NDArray[np.float32], experts: NDArray[np.integer[Any]]) -> None:
+        """Run one job by the host's door, for x float32 (1, hidden); no step may be on its way."""
+        picks = np.full((1, self._shape.max_picks), -1, np.int32)
+        picks[0, : len(experts)] = experts
+        weights = np.full(picks.shape, 0.125, np.float32)
+        seq = self.crew.post(layer, x, picks, weights)
+        self.crew.wait(seq, 1)
+        self._next_seq = (seq + 1) & 0xFFFFFFFF  # the plans' jobs go on from there
 
     def close(self) -> None:
         """End the workers; the stream must be idle. Idempotent."""
