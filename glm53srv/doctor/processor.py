@@ -84,7 +84,10 @@ def _check_crew(config: EngineConfig, machine: MachineFacts, needs_gpu: bool) ->
     try:
         threads = choose_threads(given.ct_threads, choose_cpus(given.ct_cpus, machine))
     except ConfigError as error:
-        return [fatal("expert workers", error, "use GLM53_CT_CPUS=auto")]
+        remedy = "use GLM53_CT_CPUS=auto"
+        if needs_gpu or given.kind != "off":
+            return [fatal("expert workers", error, remedy)]
+        return [warn("expert workers", f"{error}; nothing uses them here", remedy)]
     if not needs_gpu or config.mode != "fast":
         return []
     expert_ms = given.ct_b_ms or CPU_EXPERT_MS_22_THREADS * 22 / threads

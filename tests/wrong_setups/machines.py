@@ -266,6 +266,15 @@ WITHOUT_GPU = (
         lambda: dataclasses.replace(with_gpu(RTX_3090), versions={**GPU_VERSIONS, "exllamav3": "1.4.6"}),
     ),
     Case(
+        "CPUs of another machine, for workers that are not there",
+        "expert workers",
+        WARN,
+        "GLM53_CT_CPUS names CPU 48, this process may use 0-47; nothing uses them here",
+        "use GLM53_CT_CPUS=auto",
+        lambda: PretendedProbe(server_machine()),
+        ("--ct-cpus", "2-48"),
+    ),
+    Case(
         "heat in a directory that is not there",
         "heat",
         WARN,

@@ -269,7 +269,7 @@ SETUPS = (
         CONFIG,
         "GLM53_CT_CPUS names CPU 65000",
         "use GLM53_CT_CPUS=auto",
-        variables(GLM53_CT_CPUS="65000"),
+        variables(GLM53_CT_CPUS="65000", GLM53_OFFLOAD="simulate"),
     ),
     Setup("port in use", CONFIG, f"pid {os.getpid()})", "--port", take_port),
     Setup("foreign address", CONFIG, "cannot listen on", "--host", arguments("--host", "203.0.113.1")),
