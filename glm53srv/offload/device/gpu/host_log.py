@@ -22,7 +22,7 @@ class StepLog:
 
 
 class HostLogs:
-    """Two pinned copies of the device's log: one is on its way while the other is read. Engine thread only."""
+    """Two pinned copies of the device's log: one travels while the other is read. Engine thread only."""
 
     def __init__(self, picks: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor) -> None:
         self._sources = (picks, lanes, counts)
