@@ -47,22 +47,32 @@ OFFLOAD = OffloadOptions(
 )
 
 
-def make_cuda(model_dir: Path) -> Engine:
-    """Build the CUDA engine as strained as OFFLOAD, its few slots poisoned before each copy."""
+@pytest.fixture(scope="session")
+def cuda_engine(random_model_dir: Path) -> Iterator[Engine]:
+    """Build the CUDA engine as strained as OFFLOAD, its few slots poisoned before each copy.
+
+    Once for all tests: loading takes half a minute. Each of them leaves its slots to the next one's release.
+    """
     from glm53srv.engine.cuda.engine import CudaEngine
     from glm53srv.engine.cuda.loading import CudaOptions
 
     strained = replace(OFFLOAD, mode="exact")
     options = CudaOptions(strained, cache_tokens=2048, max_chunk_tokens=64, poisons=True)
-    return CudaEngine.load(model_dir, options, read_machine())
+    made = CudaEngine.load(random_model_dir, options, read_machine())
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=["fake", "cpu", "offload", pytest.param("cuda", marks=pytest.mark.cuda)])
 def engine(request: pytest.FixtureRequest, random_model_dir: Path) -> Iterator[Engine]:
+    made: Engine
+    if request.param == "cuda":
+        made = request.getfixturevalue("cuda_engine")
+        made.step(StepPlan(0, release=tuple(range(made.limits.max_streams))))
+        yield made
+        return
     if request.param == "fake":
         made = make_fake()
-    elif request.param == "cuda":
-        made = make_cuda(random_model_dir)
     else:
         offload = OFFLOAD if request.param == "offload" else None
         options = EngineOptions(cache_tokens=2048, max_chunk_tokens=64, offload=offload)
