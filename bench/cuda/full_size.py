@@ -90,7 +90,7 @@ class Bench:
 
     def _time_enqueueing(self) -> None:
         """Note how long the host takes to enqueue a decode step's kernels: the floor of a step's time."""
-        model = self.engine._model
+        model: Any = self.engine._model
         stock = model.decode
 
         def decode(*arguments: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Bench:
             self.enqueue_s.append(time.perf_counter() - begin)
             return logits
 
-        model.decode = decode  # type: ignore[method-assign]
+        model.decode = decode
 
     def step(self, **parts: Any) -> Any:
         self._step += 1
