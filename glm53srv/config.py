@@ -45,6 +45,7 @@ class OffloadConfig:
     stage_gib: float = 2.6
     elastic_gib: float = 10.0
     reserve_gib: float | None = None
+    vram_gib: float | None = None
     heat_path: Path | None = None
     heat_interval_s: float = 600.0
 
@@ -205,6 +206,7 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
         stage_gib=values["ec_stage_gb"],
         elastic_gib=values["ec_elastic_gb"],
         reserve_gib=values["ec_reserve_gb"],
+        vram_gib=values["vram_gb"],
         heat_path=values["ec_heat"],
         heat_interval_s=60.0 * values["ec_heat_minutes"],
     )

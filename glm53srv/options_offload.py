@@ -98,6 +98,17 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         minimum=0.1,
     ),
     Option(
+        "vram_gb",
+        ("--vram-gb",),
+        "GLM53_VRAM_GB",
+        "float",
+        None,
+        "share of the GPU's memory that the server may use (default: all that is free)",
+        "offload",
+        unit="GiB",
+        minimum=1,
+    ),
+    Option(
         "ec_max_slots",
         ("--ec-max-slots",),
         "GLM53_EC_MAX_SLOTS",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
 from glm53srv.gpu_facts import GpuReport, read_gpus
 from glm53srv.machine import MachineFacts, read_machine
 from glm53srv.native_library import CpuFeatures, open_library
+from glm53srv.packages import package_version
 
 BLOCK_BYTES = 8 * 2**20
 MOST_BYTES = 512 * 2**20
@@ -57,14 +57,6 @@ class LocalProbe:
 
     def read_rate(self, path: Path) -> float | None:
         return measure_read_rate(path)
-
-
-def package_version(package: str) -> str | None:
-    """Give the version that the package's metadata names, None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def measure_read_rate(path: Path, clock: Clock = time.monotonic) -> float | None:

@@ -11,7 +11,7 @@ from glm53srv.errors import MachineError
 from glm53srv.gpu_facts import GpuFacts, GpuReport
 from glm53srv.machine import GIB, MachineFacts, read_machine
 from glm53srv.native_library import CpuFeatures, Isa
-from glm53srv.probe import package_version
+from glm53srv.packages import package_version
 
 RTX_3090 = GpuFacts(
     index=0,

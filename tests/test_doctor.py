@@ -14,7 +14,7 @@ from glm53srv.doctor.findings import Severity, as_json, report
 from glm53srv.engine.factory import choose_engine
 from glm53srv.errors import CheckpointError, ConfigError, MachineError
 from glm53srv.probe import LocalProbe
-from tests.pretended_machine import PretendedProbe, this_machine
+from tests.pretended_machine import GPU_VERSIONS, PretendedProbe, this_machine
 
 
 def config_for(model_dir: Path, *arguments: str) -> Config:
@@ -71,9 +71,17 @@ def test_a_gpu_that_is_not_used_is_a_warning_with_the_reason(random_model_dir: P
     assert "RTX 3090 is not used" in choose_engine(config.engine, facts.facts()).reason
 
 
-def test_asking_for_cuda_is_refused(random_model_dir: Path) -> None:
-    with pytest.raises(MachineError, match="no CUDA engine"):
-        require_servable(config_for(random_model_dir, "--engine", "cuda"), LocalProbe())
+def test_asking_for_cuda_without_a_gpu_is_refused(random_model_dir: Path) -> None:
+    with pytest.raises(MachineError, match="--engine cuda: no NVIDIA GPU was found"):
+        require_servable(config_for(random_model_dir, "--engine", "cuda"), machine(nvidia_devices=()))
+
+
+def test_a_gpu_with_its_packages_is_chosen(random_model_dir: Path) -> None:
+    facts = machine(nvidia_devices=("NVIDIA GeForce RTX 3090",)).facts()
+    config = config_for(random_model_dir).engine
+    assert choose_engine(config, facts, GPU_VERSIONS.get).name == "cuda"
+    older = {**GPU_VERSIONS, "exllamav3": "1.4.6"}
+    assert "exllamav3 is 1.4.6, not 1.5.1" in choose_engine(config, facts, older.get).reason
 
 
 def test_more_threads_than_cores_is_a_warning(random_model_dir: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from glm53srv.gpu_facts import QUERY, CommandResult, CommandRunner, read_gpus, run_command
-from glm53srv.probe import BLOCK_BYTES, LocalProbe, measure_read_rate, package_version
+from glm53srv.packages import package_version
+from glm53srv.probe import BLOCK_BYTES, LocalProbe, measure_read_rate
 
 TWO_GPUS = (
     "0, NVIDIA GeForce RTX 3090, 610.57.04, 8.6, 24576, 24266, 1, 4, 16, 16\n"

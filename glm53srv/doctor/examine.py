@@ -18,7 +18,7 @@ from glm53srv.doctor.processor import (
     check_ram,
     check_software,
 )
-from glm53srv.engine.factory import EngineChoice, choose_engine
+from glm53srv.engine.factory import EngineChoice, VersionLookup, choose_engine
 from glm53srv.errors import MachineError
 from glm53srv.gpu_facts import GpuReport
 from glm53srv.machine import MachineFacts
@@ -26,14 +26,14 @@ from glm53srv.model.config import MlpKind
 from glm53srv.model.weight_sizes import checkpoint_sizes
 from glm53srv.probe import Probe
 
-Chooser = Callable[[EngineConfig, MachineFacts], EngineChoice]
+Chooser = Callable[[EngineConfig, MachineFacts, VersionLookup], EngineChoice]
 """Picks the engine, or raises MachineError."""
 
 
 def examine(config: Config, probe: Probe, choose: Chooser = choose_engine) -> list[Finding]:
     """Check everything. Reads file headers, and up to a second's worth of weights."""
     machine = probe.facts()
-    engine, needs_gpu = _check_engine(config.engine, machine, choose)
+    engine, needs_gpu = _check_engine(config.engine, probe, choose)
     gpus = probe.gpus()
     files, opened = check_model(config)
     found = [
@@ -51,7 +51,7 @@ def examine(config: Config, probe: Probe, choose: Chooser = choose_engine) -> li
 def require_machine(config: Config, probe: Probe, choose: Chooser = choose_engine) -> None:
     """Raise the first thing that keeps this machine from serving any model: before one is fetched."""
     machine = probe.facts()
-    engine, needs_gpu = _check_engine(config.engine, machine, choose)
+    engine, needs_gpu = _check_engine(config.engine, probe, choose)
     found = _check_machine(config.engine, probe, engine, needs_gpu)
     if needs_gpu:
         found += check_gpus(probe.gpus(), machine, needs_gpu)
@@ -64,7 +64,7 @@ def require_servable(config: Config, probe: Probe, choose: Chooser = choose_engi
     Leaves out what can only be a warning and takes time: the disk's speed, and a GPU that is not used.
     """
     require_machine(config, probe, choose)
-    _, needs_gpu = _check_engine(config.engine, probe.facts(), choose)
+    _, needs_gpu = _check_engine(config.engine, probe, choose)
     files, opened = check_model(config)
     gpus = probe.gpus() if needs_gpu else GpuReport()
     _raise_first([*files, *_check_room(config, probe, gpus, opened, needs_gpu)])
@@ -111,10 +111,11 @@ def _check_paths(config: Config) -> list[Finding]:
     ]
 
 
-def _check_engine(config: EngineConfig, machine: MachineFacts, choose: Chooser) -> tuple[Finding, bool]:
+def _check_engine(config: EngineConfig, probe: Probe, choose: Chooser) -> tuple[Finding, bool]:
     """Give the finding, and whether the engine needs a GPU."""
+    machine = probe.facts()
     try:
-        choice = choose(config, machine)
+        choice = choose(config, machine, probe.version)
     except MachineError as error:
         return wrap("engine", error), False
     text = f"{choice.name} ({choice.reason})"

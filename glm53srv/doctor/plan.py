@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -208,8 +207,6 @@ def _plan_gpu(config: Config, room: Room, subject: _Subject) -> PlanReport:
     if staged is not None and staged != largest:
         notes.append(f"up to -cs {staged} a prefill can stage whole layers")
     notes.append("lines marked published or assumed were not measured with this server")
-    if importlib.util.find_spec("glm53srv.engine.cuda") is None:
-        notes.append("this version has no CUDA engine; the plan is for the one its offload is built for")
     return PlanReport(
         engine="cuda",
         model=subject.text,

@@ -1,21 +1,15 @@
 """The engine for machines without a GPU: numpy and native kernels, float32, no torch.
 
-    slot    holds     between plans
-    ----    -----     -------------
-    free    nothing
-    busy    state, num_computed, and a chunk while one is in flight (its streams between two layers)
-
-    free --first slice--> busy --release--> free           release in the middle of a chunk is as good as any
-
-A chunk's streams (rows, 4, hidden) wait in the slot while decode steps of other slots run; nothing of the
-chunk depends on them, so a pause changes no bit. Decode rows are computed so that a row's bits do not depend
-on the other rows (model/linear.py), so a sequence gives the same tokens alone and in company.
+The slots' states are those of slot_book.py. A chunk's streams (rows, 4, hidden) wait in the slot while decode
+steps of other slots run; nothing of the chunk depends on them, so a pause changes no bit. Decode rows are
+computed so that a row's bits do not depend on the other rows (model/linear.py), so a sequence gives the same
+tokens alone and in company.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +22,7 @@ from glm53srv.engine.base import (
     EngineLimits,
     PrefillSlice,
     SampledToken,
+    SequenceStart,
     StepPlan,
     StepResult,
     StepStats,
@@ -35,6 +30,7 @@ from glm53srv.engine.base import (
 from glm53srv.engine.expert_steps import ExpertsInPlace, ExpertSteps
 from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
+from glm53srv.engine.slot_book import Slot, SlotBook, require
 from glm53srv.errors import EngineError
 from glm53srv.kernels import Isa, KernelPool, Precision
 from glm53srv.model.decoder import Decoder
@@ -115,7 +111,7 @@ class CpuEngine:
             eos_token_ids=config.eos_token_ids,
         )
         self._cache = PagedCache(config, options.num_pages)
-        self._slots: dict[int, _Slot] = {}
+        self._book: SlotBook[SequenceState, F32] = SlotBook(self._limits)
         self._free_states: list[SequenceState] = []
         self._is_usable = True
         self._blas_limit = threadpool_limits(limits=1, user_api="blas")
@@ -163,7 +159,7 @@ class CpuEngine:
 
     def warm_up(self) -> None:
         """Run a chunk and a decode step of each width, on states and cache pages that nobody uses yet."""
-        self._require(not self._slots, "warm_up while sequences run")
+        require(not self._book.slots, "warm_up while sequences run")
         decoder, layers = self._decoder, range(self._limits.num_layers)
         state = SequenceState(decoder.config)
         num_tokens = min(_WARM_UP_TOKENS, self._limits.max_chunk_tokens, self._limits.max_context_tokens - 1)
@@ -180,7 +176,7 @@ class CpuEngine:
     def close(self) -> None:
         """Free the threads and the sequences. Idempotent."""
         self._is_usable = False
-        self._slots.clear()
+        self._book.slots.clear()
         self._free_states.clear()
         self._experts.close()
         self._pool.close()
@@ -188,7 +184,7 @@ class CpuEngine:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Execute one step. Raises EngineError, after which only close() may follow."""
-        self._require(self._is_usable, "step after a failed step or after close")
+        require(self._is_usable, "step after a failed step or after close")
         self._is_usable = False
         try:
             result = self._run(plan)
@@ -202,15 +198,12 @@ class CpuEngine:
     def _run(self, plan: StepPlan) -> StepResult:
         for slot_id in plan.release:
             self._release(slot_id)
+        self._book.check_plan(plan)
         begin_s = time.perf_counter()
         prefill_done, last_row = False, None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         layers_s: list[float] = []
         if plan.prefill is not None:
-            self._require(
-                plan.prefill.slot not in {row.slot for row in plan.decode},
-                "a slot prefills and decodes at once",
-            )
             last_rows = self._prefill(plan.prefill, layers_s)
             prefill_done = last_rows is not None
             if last_rows is not None:
@@ -232,11 +225,11 @@ class CpuEngine:
         return StepResult(plan.step_id, tuple(tokens), prefill_done, stats, prompt_logprobs)
 
     def _release(self, slot_id: int) -> None:
-        slot = self._slots.pop(slot_id, None)
+        slot = self._book.slots.pop(slot_id, None)
         self._sampler.release(slot_id)
         if slot is not None:
             self._free_states.append(slot.state)
-            if not slot.is_prefilled and not any(other.chunk for other in self._slots.values()):
+            if not slot.is_prefilled and not self._book.has_chunk:
                 self._experts.end_chunk(is_more_waiting=False)
 
     def _prefill(self, piece: PrefillSlice, layers_s: list[float]) -> F32 | None:
@@ -244,10 +237,10 @@ class CpuEngine:
 
         Gives the chunk's streams (tokens, 4, hidden) once they left the last layer.
         """
-        slot = self._slot_for(piece)
-        end = piece.start_position + len(piece.token_ids)
-        self._check_slice(piece, slot, end)
-        streams = self._decoder.embed(piece.token_ids) if slot.streams is None else slot.streams
+        if piece.start is not None:
+            self._start(piece, piece.start)
+        slot = self._book.check_slice(piece)
+        streams = self._decoder.embed(piece.token_ids) if slot.in_flight is None else slot.in_flight
         sequence = view_of(slot.state, piece.page_ids, piece.start_position)
         if piece.layer_begin == 0:
             self._experts.begin_chunk(len(piece.token_ids))
@@ -256,12 +249,10 @@ class CpuEngine:
             streams = self._decoder.prefill_block(layer, streams, sequence, self._cache)
             layers_s.append(time.perf_counter() - begin_s)
         if piece.layer_end < self._limits.num_layers:
-            slot.streams, slot.chunk, slot.next_layer = streams, piece.token_ids, piece.layer_end
+            slot.pause(piece, streams)
             return None
         self._experts.end_chunk(is_more_waiting=not piece.is_last_chunk)
-        slot.streams, slot.chunk, slot.next_layer = None, (), 0
-        slot.num_computed = end
-        slot.is_prefilled = piece.is_last_chunk
+        slot.finish(piece)
         return streams
 
     def _judge_prompt(self, piece: PrefillSlice, streams: F32) -> tuple[TokenLogprobs, ...]:
@@ -276,70 +267,31 @@ class CpuEngine:
             judged += self._sampler.judge_prompt(piece.slot, positions, logits)
         return tuple(judged)
 
-    def _slot_for(self, piece: PrefillSlice) -> _Slot:
-        if piece.start is None:
-            self._require(piece.slot in self._slots, f"slot {piece.slot} has no start")
-            return self._slots[piece.slot]
-        self._require(0 <= piece.slot < self._limits.max_streams, f"slot {piece.slot} does not exist")
-        self._require(piece.slot not in self._slots, f"slot {piece.slot} started without a release")
+    def _start(self, piece: PrefillSlice, start: SequenceStart) -> None:
+        self._book.check_start(piece)
         state = self._free_states.pop() if self._free_states else SequenceState(self._decoder.config)
         state.reset()
-        self._sampler.start(piece.slot, piece.start)
-        slot = self._slots[piece.slot] = _Slot(state)
-        return slot
-
-    def _check_slice(self, piece: PrefillSlice, slot: _Slot, end: int) -> None:
-        limits = self._limits
-        name = f"slot {piece.slot}:"
-        self._require(not slot.is_prefilled, f"{name} is prefilled already")
-        self._require(
-            piece.start_position == slot.num_computed,
-            f"{name} chunk at {piece.start_position}, expected {slot.num_computed}",
-        )
-        self._require(
-            0 < len(piece.token_ids) <= limits.max_chunk_tokens,
-            f"{name} {len(piece.token_ids)} tokens in a chunk",
-        )
-        self._require(
-            not slot.chunk or piece.token_ids == slot.chunk, f"{name} the chunk changed between its layers"
-        )
-        self._require(
-            piece.layer_begin == slot.next_layer and piece.layer_begin < piece.layer_end <= limits.num_layers,
-            f"{name} layers {piece.layer_begin} to {piece.layer_end}, expected to start at {slot.next_layer}",
-        )
-        others = [other for other, state in self._slots.items() if state.chunk and other != piece.slot]
-        self._require(not others, f"{name} prefill inside a chunk of slot {others}")
-        self._check_tokens(piece.token_ids, name)
-        self._check_pages(piece.page_ids, end, name)
+        self._sampler.start(piece.slot, start)
+        self._book.slots[piece.slot] = Slot(state)
 
     def _decode(self, rows: Sequence[DecodeRow]) -> list[F32]:
         """Run all layers for one token of each row; gives the streams in pieces of a few rows."""
-        self._require(len({row.slot for row in rows}) == len(rows), "a slot decodes twice in one step")
-        for row in rows:
-            slot = self._slots.get(row.slot)
-            name = f"slot {row.slot}:"
-            self._require(
-                slot is not None and slot.is_prefilled, f"{name} decode before the end of its prefill"
-            )
-            assert slot is not None
-            self._require(
-                row.position == slot.num_computed,
-                f"{name} position {row.position}, expected {slot.num_computed}",
-            )
-            self._check_tokens((row.token_id,), name)
-            self._check_pages(row.page_ids, row.position + 1, name)
+        slots = self._book.check_decode(rows)
         pieces = []
         for first in range(0, len(rows), BATCH_INVARIANT_ROWS):
             group = rows[first : first + BATCH_INVARIANT_ROWS]
-            views = [view_of(self._slots[row.slot].state, row.page_ids, row.position) for row in group]
+            views = [
+                view_of(slot.state, row.page_ids, row.position)
+                for slot, row in zip(slots[first:], group, strict=False)
+            ]
             streams = self._decoder.embed([row.token_id for row in group])
             self._experts.begin_decode(len(group))
             for layer in range(self._limits.num_layers):
                 streams = self._decoder.decode_block(layer, streams, views, self._cache)
             self._experts.end_decode()
             pieces.append(streams)
-        for row in rows:
-            self._slots[row.slot].num_computed += 1
+        for slot in slots:
+            slot.num_computed += 1
         return pieces
 
     def _sample(self, slot_ids: Sequence[int], pieces: Sequence[F32]) -> list[SampledToken]:
@@ -350,25 +302,6 @@ class CpuEngine:
         logits = [self._decoder.logits(streams[first : first + BATCH_INVARIANT_ROWS]) for first in groups]
         return self._sampler.sample(slot_ids, np.concatenate(logits))
 
-    def _check_tokens(self, token_ids: Iterable[int], name: str) -> None:
-        vocab_size = self._limits.vocab_size
-        self._require(all(0 <= token < vocab_size for token in token_ids), f"{name} unknown token id")
-
-    def _check_pages(self, page_ids: Sequence[int], num_tokens: int, name: str) -> None:
-        limits = self._limits
-        self._require(
-            num_tokens <= limits.max_context_tokens, f"{name} {num_tokens} tokens exceed the context"
-        )
-        self._require(
-            len(page_ids) * PAGE_TOKENS >= num_tokens, f"{name} too few pages for {num_tokens} tokens"
-        )
-        self._require(all(0 <= page < limits.num_pages for page in page_ids), f"{name} page id out of range")
-
-    @staticmethod
-    def _require(condition: bool, text: str) -> None:
-        if not condition:
-            raise EngineError(f"the plan breaks the engine contract: {text}")
-
 
 def _opener(
     context: KernelContext, options: EngineOptions, progress: Progress | None
@@ -378,16 +311,3 @@ def _opener(
     from glm53srv.offload.device.opener import OffloadOpener
 
     return OffloadOpener(context, options.max_streams, options.offload, progress)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One sequence. streams: of the chunk in flight, None between chunks; chunk: its tokens; next_layer: its
-    next layer. num_computed: tokens whose state is complete in every layer."""
-
-    state: SequenceState
-    num_computed: int = 0
-    is_prefilled: bool = False
-    streams: F32 | None = None
-    chunk: tuple[int, ...] = ()
-    next_layer: int = 0

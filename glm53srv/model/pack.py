@@ -37,14 +37,15 @@ RANDOM_FORMAT = 1
 Progress = Callable[[float, str], None]
 
 _BITS, _HEAD_BITS = 3, 6
-_QUANTIZED = (
+QUANTIZED = (
     *("qkv_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "wq_b"),
     *("gate_proj", "up_proj", "down_proj", "lm_head"),
 )
+"""Ends of the names of the linears that a published checkpoint stores quantised."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Draw:
+class Draw:
     """How a tensor is drawn: mean + spread * N(0, 1), stored as dtype (f4, f2 or bf16)."""
 
     mean: float
@@ -165,7 +166,7 @@ def _draw_tensors(work_dir: Path, tokenizer: Tokenizer, seed: int, report: Progr
             report(0.1 + 0.8 * index / len(needs), "drawing weights")
         if isinstance(need, TensorNeed):
             tensors.append(_plain(need.name, need.shape, seed))
-        elif need.key.endswith(_QUANTIZED):
+        elif need.key.endswith(QUANTIZED):
             gains = _head_gains(need, tokenizer) if need.key == LM_HEAD else 1.0
             tensors += _quantized(need, seed, gains)
         else:
@@ -208,7 +209,7 @@ def _quantized(need: LinearNeed, seed: int, gains: NDArray[np.float64] | float) 
 
 
 def _plain(name: str, shape: tuple[int, ...], seed: int) -> NamedTensor:
-    draw = _draw_rule(name, shape)
+    draw = draw_rule(name, shape)
     count = int(np.prod(shape))
     values = (draw.mean + draw.spread * _normals(name, seed, count)).astype(np.float32).reshape(shape)
     if draw.dtype == "bf16":
@@ -216,10 +217,11 @@ def _plain(name: str, shape: tuple[int, ...], seed: int) -> NamedTensor:
     return NamedTensor(name, values.astype(draw.dtype))
 
 
-def _draw_rule(name: str, shape: tuple[int, ...]) -> _Draw:
+def draw_rule(name: str, shape: tuple[int, ...]) -> Draw:
+    """Say how a plain tensor of this name is drawn, here and by the synthetic model of a GPU benchmark."""
     for ending, mean, spread, dtype in _DRAWS:
         if name.endswith(ending):
-            return _Draw(mean, shape[-1] ** -0.5 if spread is None else spread, dtype)
+            return Draw(mean, shape[-1] ** -0.5 if spread is None else spread, dtype)
     raise AssertionError(f"no rule to draw {name}")
 
 

@@ -10,7 +10,10 @@ from glm53srv.offload.cost import CostModel
 
 @dataclass(frozen=True, slots=True)
 class OffloadCounts:
-    """What happened since the start. Distinct experts per layer and lane; copies in experts."""
+    """What happened since the start. Distinct experts per layer and lane; copies in experts.
+
+    num_picks, num_hit_picks: all picks of decode steps, and those that a slot served.
+    """
 
     num_steps: int = 0
     num_vram: int = 0
@@ -19,6 +22,8 @@ class OffloadCounts:
     num_copies: int = 0
     num_staged: int = 0
     num_loans: int = 0
+    num_picks: int = 0
+    num_hit_picks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

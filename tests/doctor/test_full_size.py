@@ -20,7 +20,7 @@ from tests.doctor.full_size import write_full_size
 from tests.pretended_machine import RTX_3090, PretendedProbe, server_machine, with_gpu
 
 
-def use_cuda(config: object, machine: object) -> EngineChoice:
+def use_cuda(config: object, machine: object, version: object) -> EngineChoice:
     """Choose as a version does that can use the GPU."""
     return EngineChoice("cuda", "for the test")
 

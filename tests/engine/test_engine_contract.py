@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from glm53srv.engine.base import Engine, EngineLimits, SequenceStart, StepPlan
 from glm53srv.engine.cpu import CpuEngine, EngineOptions
 from glm53srv.engine.fake import FakeEngine
+from glm53srv.machine import read_machine
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.vram_plan import VramOptions
@@ -45,8 +47,30 @@ OFFLOAD = OffloadOptions(
 )
 
 
-@pytest.fixture(params=["fake", "cpu", "offload"])
+@pytest.fixture(scope="session")
+def cuda_engine(random_model_dir: Path) -> Iterator[Engine]:
+    """Build the CUDA engine as strained as OFFLOAD, its few slots poisoned before each copy.
+
+    Once for all tests: loading takes half a minute. Each of them leaves its slots to the next one's release.
+    """
+    from glm53srv.engine.cuda.engine import CudaEngine
+    from glm53srv.engine.cuda.loading import CudaOptions
+
+    strained = replace(OFFLOAD, mode="exact")
+    options = CudaOptions(strained, cache_tokens=2048, max_chunk_tokens=64, poisons=True)
+    made = CudaEngine.load(random_model_dir, options, read_machine())
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["fake", "cpu", "offload", pytest.param("cuda", marks=pytest.mark.cuda)])
 def engine(request: pytest.FixtureRequest, random_model_dir: Path) -> Iterator[Engine]:
+    made: Engine
+    if request.param == "cuda":
+        made = request.getfixturevalue("cuda_engine")
+        made.step(StepPlan(0, release=tuple(range(made.limits.max_streams))))
+        yield made
+        return
     if request.param == "fake":
         made = make_fake()
     else:

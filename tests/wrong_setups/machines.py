@@ -242,12 +242,12 @@ WITHOUT_GPU = (
         lambda: PretendedProbe(server_machine(cpu_quota=2.0)),
     ),
     Case(
-        "a GPU that this version does not use",
+        "a GPU without the packages for it",
         "engine",
         WARN,
-        "NVIDIA GeForce RTX 3090 is not used",
+        "NVIDIA GeForce RTX 3090 is not used: torch is not installed",
         "the CPU engine serves",
-        lambda: with_gpu(RTX_3090),
+        lambda: dataclasses.replace(with_gpu(RTX_3090), versions={**GPU_VERSIONS, "torch": None}),
     ),
     Case(
         "old driver of a GPU that is not needed",
@@ -256,6 +256,7 @@ WITHOUT_GPU = (
         "driver 535.129.03 is older than 580",
         "install a driver 580 or newer",
         lambda: with_gpu(dataclasses.replace(RTX_3090, driver="535.129.03")),
+        ("--engine", "cpu"),
     ),
     Case(
         "old exllamav3 that is not needed",
@@ -292,12 +293,14 @@ WITHOUT_GPU = (
         lambda: PretendedProbe(server_machine(), versions={"llguidance": None}),
     ),
     Case(
-        "a GPU asked for that this version cannot use",
+        "a GPU asked for without the packages for it",
         "engine",
         FATAL,
-        "this version has no CUDA engine",
-        "use --engine cpu",
-        lambda: with_gpu(RTX_3090),
+        "--engine cuda: torch is not installed, exllamav3 is 1.6.5, not 1.5.1",
+        "pip install 'glm53srv[cuda]'",
+        lambda: dataclasses.replace(
+            with_gpu(RTX_3090), versions={**GPU_VERSIONS, "torch": None, "exllamav3": "1.6.5"}
+        ),
         ("--engine", "cuda"),
     ),
 )

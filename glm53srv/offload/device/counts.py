@@ -18,6 +18,8 @@ class Counts:
     num_copies: int = 0
     num_staged: int = 0
     num_loans: int = 0
+    num_picks: int = 0
+    num_hit_picks: int = 0
 
     @property
     def hit_share(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Keeping the arena where it is: locked for the CPU alone; a CUDA engine will register it with the driver."""
+"""Keeping the arena where it is: locked for the CPU alone; gpu/registered.py registers it with the driver."""
 
 from __future__ import annotations
 

@@ -215,6 +215,8 @@ class SimulatedOffload:
         self._counts.num_vram += int(split.num_hits[0])
         self._counts.num_link += int(split.num_link[0])
         self._counts.num_cpu += int(split.num_cpu[0])
+        self._counts.num_picks += routed.size
+        self._counts.num_hit_picks += int((split.lanes[0] == Lane.VRAM).sum())
         is_cpu = (split.lanes[0] == Lane.CPU).reshape(routed.shape)
         if not is_cpu.any():
             return self._launch(step, layer, table, x, picks, weights, split)

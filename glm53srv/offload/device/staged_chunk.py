@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53srv.offload.device.slots import SlotStore
+from glm53srv.offload.device.slot_memory import SlotMemory
 from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.staging import StageCopy, StagingSchedule, stage_layer
 from glm53srv.offload.vram_plan import VramPlan
@@ -17,7 +17,7 @@ class StagedChunk:
     Per layer: `begin_layer`, compute, `end_layer`. Decode steps may run between two layers.
     """
 
-    def __init__(self, policy: ResidencyPolicy, store: SlotStore, plan: VramPlan) -> None:
+    def __init__(self, policy: ResidencyPolicy, store: SlotMemory, plan: VramPlan) -> None:
         """Issue the copies of the first layers. Raises ValueError while the slots are not lent."""
         if not policy.is_lent or policy.num_slots - policy.capacity < 2 * plan.stage_slots:
             raise ValueError("the slots for staging are not lent yet")

@@ -1,0 +1,382 @@
+"""The engine on a GPU; the contract is engine/base.py's, the slots' states are slot_book.py's.
+
+    step    release -> prefill slice -> decode step enqueued -> host work of the offload -> logits -> tokens
+
+The host waits for the device once per step, for the logits; a prefill slice that gives none waits at its end,
+so that its time is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glm53srv.engine.base import (
+    DecodeRow,
+    EngineLimits,
+    PrefillSlice,
+    SampledToken,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    StepStats,
+)
+from glm53srv.engine.cuda.loading import (
+    CudaOptions,
+    LoadedModel,
+    limit_vram,
+    load_model,
+    open_offload,
+)
+from glm53srv.engine.cuda.model import PAGE_TOKENS, Chunk
+from glm53srv.engine.cuda.package import open_package
+from glm53srv.engine.grammar import GrammarCompiler
+from glm53srv.engine.sampler import SamplerBank
+from glm53srv.engine.slot_book import Slot, SlotBook, require
+from glm53srv.errors import EngineError, MachineError
+from glm53srv.machine import MachineFacts
+from glm53srv.model.checkpoint import Checkpoint
+from glm53srv.model.config import load_model_config
+from glm53srv.model.fingerprint import routing_fingerprint
+from glm53srv.model.tensor_needs import all_needs
+from glm53srv.model.vocabulary import count_token_ids
+from glm53srv.offload.device.arena import ArenaOptions, ExpertArena
+from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+from glm53srv.offload.device.gpu.registered import RegisteredMemory
+from glm53srv.offload.device.layout import sparse_layers
+from glm53srv.offload.report import OffloadReport
+from glm53srv.progress import Progress
+from glm53srv.request import TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+_JUDGED_ROWS = 32
+"""Rows of prompt logits that exist at once, as in the CPU engine."""
+_FIRST_STEP_MS = 50.0
+"""What the copy budget grants by before a step was timed."""
+NUM_CHECKED_SLOTS = 32
+"""Resident experts compared with their home copies after warm-up."""
+
+
+class CudaEngine:
+    """Engine over a loaded model and its offload. Every call comes from the engine thread. Use load()."""
+
+    def __init__(
+        self, loaded: LoadedModel, sampler: SamplerBank, options: CudaOptions, offload: GpuOffload, chunk: int
+    ) -> None:
+        config = loaded.config
+        self._loaded = loaded
+        self._model = loaded.model
+        self._sampler = sampler
+        self._offload = offload
+        self._limits = EngineLimits(
+            max_streams=options.max_streams,
+            max_context_tokens=min(config.max_context_tokens, options.num_pages * PAGE_TOKENS),
+            max_chunk_tokens=chunk,
+            page_tokens=PAGE_TOKENS,
+            num_pages=options.num_pages,
+            num_layers=loaded.model.num_layers,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+        )
+        self._book: SlotBook[Any, Chunk] = SlotBook(self._limits)
+        self._is_usable = True
+        self._is_closed = False
+        self._failed: dict[int, str] = {}  # slots whose prompt outgrew the card, and what is said of them
+        self._step_ms = _FIRST_STEP_MS
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        options: CudaOptions,
+        machine: MachineFacts,
+        progress: Progress | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> CudaEngine:
+        """Load a checkpoint on the calling thread, the engine thread from then on.
+
+        Raises CheckpointError for the files, MachineError for the packages, the card or host memory.
+        """
+        report = progress or (lambda fraction, stage: None)
+        report(0.0, "reading the configuration")
+        config = load_model_config(model_dir)
+        num_ids = count_token_ids(model_dir, config.vocab_size)
+        checkpoint = Checkpoint(model_dir)
+        checkpoint.check(all_needs(config))
+        package = open_package(options.mode)
+        limit_vram(options)
+        arena = ExpertArena.load(
+            checkpoint,
+            config,
+            machine,
+            ArenaOptions(pinning=RegisteredMemory(package.extension)),
+            lambda part, stage: report(0.02 + 0.68 * part, stage),
+        )
+        try:
+            loaded = load_model(
+                package, model_dir, config, arena, options, lambda part: report(0.7 + 0.2 * part, "weights")
+            )
+            report(0.9, "measuring the card")
+            sampler = SamplerBank(config.vocab_size, config.eos_token_ids, num_ids, grammars)
+            fingerprint = routing_fingerprint(checkpoint, config, sparse_layers(config))
+            return cls.open(loaded, sampler, options, fingerprint)
+        except BaseException:
+            arena.close()
+            raise
+
+    @classmethod
+    def open(
+        cls, loaded: LoadedModel, sampler: SamplerBank, options: CudaOptions, fingerprint: str = ""
+    ) -> CudaEngine:
+        """Build the cache around a loaded model, and the engine around both. Raises MachineError."""
+        try:
+            opened = open_offload(loaded, options, fingerprint)
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                f"the card is full before the expert cache has a slot: lower -cs or --max-batch-size "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        return cls(loaded, sampler, options, opened.offload, opened.chunk_tokens)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def is_random(self) -> bool:
+        """Tell whether the weights are noise; the server says so."""
+        return self._loaded.config.is_random
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        return self._offload.report
+
+    @property
+    def offload(self) -> GpuOffload:
+        """The offload, for statistics and checks by the engine thread."""
+        return self._offload
+
+    def warm_up(self) -> None:
+        """Run a whole chunk, staged, and decode steps of each width behind it, then check some slots."""
+        require(not self._book.slots, "warm_up while sequences run")
+        with torch.inference_mode():
+            self._warm_up()
+        self.check_slots(NUM_CHECKED_SLOTS)
+
+    def _warm_up(self) -> None:
+        limits = self._limits
+        room = limits.num_pages // limits.max_streams * PAGE_TOKENS
+        tokens = max(1, min(limits.max_chunk_tokens, limits.max_context_tokens - 8, room - 8))
+        self._warm_prompt(tokens)
+        for width in range(1, limits.max_streams + 1):
+            self._warm_decode(width, tokens)
+
+    def check_slots(self, num_samples: int, seed: int = 0) -> int:
+        """Compare resident experts with their home copies; gives how many. Raises EngineError naming one."""
+        flat = self._offload.store.table.reshape(-1)
+        resident = np.flatnonzero(flat >= 0)
+        keys = np.random.default_rng(seed).permutation(resident)[:num_samples].tolist()
+        wrong = self._offload.store.verify(keys)
+        if wrong:
+            layer, expert = divmod(wrong[0], self._offload.policy.geometry.num_experts)
+            raise EngineError(
+                f"expert {expert} of sparse layer {layer} differs in VRAM from its home copy: bad memory"
+            )
+        return len(keys)
+
+    def close(self) -> None:
+        """Free the device and the arena. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed, self._is_usable = True, False
+        self._book.slots.clear()
+        torch.cuda.synchronize(self._loaded.device)
+        self._offload.close()
+        for layer in self._loaded.layers:
+            layer.offload = None
+        self._model.unload()
+        torch.cuda.empty_cache()
+        self._loaded.arena.close()
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Execute one step. Raises EngineError, after which only close() may follow."""
+        require(self._is_usable, "step after a failed step or after close")
+        self._is_usable = False
+        try:
+            with torch.inference_mode():
+                result = self._run(plan)
+        except EngineError:
+            raise
+        except Exception as error:  # the contract: a step fails with EngineError, whatever went wrong inside
+            raise EngineError(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+        self._is_usable = True
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for slot_id in plan.release:
+            self._release(slot_id)
+        self._book.check_plan(plan)
+        begin_s = time.perf_counter()
+        done = _Prefilled()
+        if plan.prefill is not None:
+            done = self._prefill(plan.prefill)
+            torch.cuda.synchronize(self._loaded.device)
+        middle_s = time.perf_counter()
+        slot_ids = [row.slot for row in plan.decode]
+        rows = [self._decode(plan.decode)] if plan.decode else []
+        if plan.prefill is not None and done.last_row is not None:
+            slot_ids.append(plan.prefill.slot)
+            rows.append(done.last_row)
+        tokens = self._sampler.sample(slot_ids, np.concatenate(rows)) if rows else []
+        if plan.prefill is not None and done.error is not None:
+            tokens.append(SampledToken(plan.prefill.slot, 0, error=done.error))
+        end_s = time.perf_counter()
+        if plan.decode:
+            self._step_ms = (end_s - middle_s) * 1e3
+        stats = StepStats(
+            prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
+            decode_s=end_s - middle_s if plan.decode else 0.0,
+        )
+        return StepResult(plan.step_id, tuple(tokens), done.is_done, stats, done.prompt_logprobs)
+
+    def _release(self, slot_id: int) -> None:
+        slot = self._book.slots.pop(slot_id, None)
+        self._failed.pop(slot_id, None)
+        self._sampler.release(slot_id)
+        if slot is not None:
+            slot.state.free()
+            if not slot.is_prefilled and not self._book.has_chunk:
+                self._offload.end_chunk(is_more_waiting=False)
+
+    def _prefill(self, piece: PrefillSlice) -> _Prefilled:
+        """Run the slice; a prompt that outgrows the card's memory ends alone, with an error."""
+        if piece.start is not None:
+            self._start(piece, piece.start)
+        slot = self._book.check_slice(piece)
+        if piece.slot not in self._failed:
+            try:
+                return self._run_slice(piece, slot)
+            except torch.OutOfMemoryError as error:
+                logger.warning("prompt of slot %d dropped: %s", piece.slot, str(error).splitlines()[0])
+                slot.in_flight = None
+                self._failed[piece.slot] = (
+                    f"a prompt chunk of {len(piece.token_ids)} tokens at {piece.start_position} did not fit "
+                    "into GPU memory; use a shorter prompt, or a server with a smaller -chunk_size or -cs"
+                )
+                self._offload.end_chunk(is_more_waiting=False)
+        # The plans of a dropped prompt go on until its last chunk, the place for news about it.
+        if piece.layer_end < self._limits.num_layers:
+            slot.chunk, slot.next_layer = piece.token_ids, piece.layer_end
+            return _Prefilled()
+        slot.finish(piece)
+        return _Prefilled(True, error=self._failed[piece.slot] if piece.is_last_chunk else None)
+
+    def _run_slice(self, piece: PrefillSlice, slot: Slot[Any, Chunk]) -> _Prefilled:
+        begin, end = piece.start_position, piece.start_position + len(piece.token_ids)
+        judged = self._sampler.prompt_positions(piece.slot, begin, end)
+        if piece.layer_begin == 0:
+            self._offload.begin_chunk(len(piece.token_ids))
+            slot.in_flight = self._model.begin_chunk(
+                piece.token_ids, slot.state, piece.page_ids, begin, is_last=piece.is_last_chunk
+            )
+        chunk = slot.in_flight
+        assert chunk is not None
+        self._model.run_layers(chunk, piece.layer_begin, piece.layer_end, wants_rows=len(judged) > 0)
+        if piece.layer_end < self._limits.num_layers:
+            slot.pause(piece, chunk)
+            return _Prefilled()
+        told: tuple[TokenLogprobs, ...] = ()
+        last_row = None
+        if piece.is_last_chunk or len(judged):
+            hidden = self._model.last_hidden(chunk)
+            told = self._judge(piece, chunk, hidden, judged)
+            if piece.is_last_chunk:
+                last_row = self._model.head(chunk, hidden[:, -1:])
+            del hidden
+        slot.finish(piece)
+        del chunk  # its activations are the memory that is given back
+        self._offload.end_chunk(is_more_waiting=not piece.is_last_chunk)
+        return _Prefilled(True, told, last_row)
+
+    def _judge(
+        self, piece: PrefillSlice, chunk: Chunk, hidden: torch.Tensor, wanted: range
+    ) -> tuple[TokenLogprobs, ...]:
+        """Run the wanted rows of a chunk that is done through the head, a block at a time."""
+        told: list[TokenLogprobs] = []
+        for first in range(0, len(wanted), _JUDGED_ROWS):
+            positions = wanted[first : first + _JUDGED_ROWS]
+            row = positions.start - 1 - piece.start_position  # the token before judges a position
+            logits = self._model.head(chunk, hidden[:, row : row + len(positions)])
+            told += self._sampler.judge_prompt(piece.slot, positions, logits)
+        return tuple(told)
+
+    def _start(self, piece: PrefillSlice, start: SequenceStart) -> None:
+        self._book.check_start(piece)
+        self._sampler.start(piece.slot, start)
+        self._book.slots[piece.slot] = Slot(self._model.new_state())
+
+    def _decode(self, rows: Sequence[DecodeRow]) -> NDArray[np.float32]:
+        slots = self._book.check_decode(rows)
+        self._offload.begin_decode(len(rows))
+        logits = self._model.decode(
+            [row.token_id for row in rows],
+            [slot.state for slot in slots],
+            [row.page_ids for row in rows],
+            [row.position for row in rows],
+        )
+        self._offload.end_decode(self._step_ms)
+        host = self._model.to_host(logits)
+        self._offload.finish_decode()
+        for slot in slots:
+            slot.num_computed += 1
+        return host
+
+    def _warm_prompt(self, num_tokens: int) -> None:
+        state = self._model.new_state()
+        try:
+            self._offload.begin_chunk(num_tokens)
+            ids = [1 + index * 7 % 251 for index in range(num_tokens)]
+            chunk = self._model.begin_chunk(ids, state, list(range(self._limits.num_pages)), 0, is_last=True)
+            self._model.run_layers(chunk, 0, self._limits.num_layers, wants_rows=True)
+            self._model.head(chunk, self._model.last_hidden(chunk)[:, -1:])
+            del chunk
+            self._offload.end_chunk(is_more_waiting=False)
+        finally:
+            state.free()
+
+    def _warm_decode(self, width: int, position: int) -> None:
+        """Decode behind a long context whose recurrent part is empty: the same kernels, the same time."""
+        states = [self._model.new_state() for _ in range(width)]
+        share = self._limits.num_pages // self._limits.max_streams
+        pages = [list(range(row * share, (row + 1) * share)) for row in range(width)]
+        try:
+            for state in states:
+                state.position = position
+            for step in range(3):
+                self._offload.begin_decode(width)
+                logits = self._model.decode([7] * width, states, pages, [position + step] * width)
+                self._offload.end_decode(_FIRST_STEP_MS)
+                self._model.to_host(logits)
+        finally:
+            for state in states:
+                state.free()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefilled:
+    """What a slice gave. is_done: its chunk left the last layer. last_row: float32 (1, vocabulary), of a last
+    chunk. error: in its place, why there is none."""
+
+    is_done: bool = False
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    last_row: NDArray[np.float32] | None = None
+    error: str | None = None

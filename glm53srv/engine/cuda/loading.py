@@ -1,0 +1,299 @@
+"""From a checkpoint to a model whose experts stay in host memory, and to the cache that VRAM has room for.
+
+    arena filled and registered -> model loaded around it -> small shapes run, reading at home ->
+    free VRAM measured -> slots planned and allocated
+
+What a step needs beside the weights (scratch, Triton's kernels, cuBLAS's workspace) exists by the time that
+memory is measured, since a plan made before it would be too large by an amount that nobody knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
+from glm53srv.engine.cuda.moe import adopt_sparse_layers, tables_of
+from glm53srv.engine.cuda.package import Package
+from glm53srv.engine.cuda.weights import ArenaTensors
+from glm53srv.errors import MachineError
+from glm53srv.kernels import Clamp
+from glm53srv.model.config import ModelConfig
+from glm53srv.offload.calibrate import Calibration, assume, calibrate, describe
+from glm53srv.offload.cost import Mode, default_costs
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.crew import CrewOptions
+from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.gpu_offload import GpuMemory, GpuOffload
+from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
+from glm53srv.offload.device.gpu.registered import device_alias
+from glm53srv.offload.device.layout import sparse_layers
+from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.elastic import LoanParams, max_chunk_tokens
+from glm53srv.offload.vram_plan import GIB, explain, plan_vram
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = 1024
+"""Chunk by which the activations' memory is measured: every expert is read over the link for it, once."""
+ACTIVATION_MARGIN = 1.15
+"""A longer chunk routes less evenly than its length says."""
+
+CHUNK_SLOTS = 32
+"""Slots of one allocation, which are lent together: 302 MB of GLM-5.3-Flash's experts."""
+
+Wrap = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """How a CUDA engine is built.
+
+    cache_tokens: room of the paged cache over all sequences. max_chunk_tokens: a prefill chunk at most; less
+    if the card cannot hold its activations. vram_bytes: what of the card may be used, None for all that is
+    free. offload: mode, cache and CPU workers; 0 crew_threads leaves the workers out; its chunk_slots None
+    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots.
+    """
+
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    max_streams: int = 4
+    cache_tokens: int = 131072
+    max_chunk_tokens: int = 8192
+    vram_bytes: int | None = None
+    poisons: bool = False
+    device: int = 0
+
+    @property
+    def mode(self) -> Mode:
+        """Give the mode."""
+        return self.offload.mode
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache."""
+        return -(-self.cache_tokens // PAGE_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on the device with its experts at home. layers: its sparse layers, ours."""
+
+    package: Package
+    config: ModelConfig
+    model: CudaModel
+    layers: list[Any]
+    arena: ExpertArena
+    alias: torch.Tensor
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedOffload:
+    """The cache and what it means for a chunk. chunk_tokens: the longest whose activations fit."""
+
+    offload: GpuOffload
+    chunk_tokens: int
+
+
+def limit_vram(options: CudaOptions) -> torch.device:
+    """Choose the device and hold the process to its share. Raises MachineError if the card has less."""
+    device = torch.device("cuda", options.device)
+    torch.cuda.set_device(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if options.vram_bytes is not None:
+        if options.vram_bytes > total:
+            raise MachineError(
+                f"GLM53_VRAM_GB asks for {options.vram_bytes / GIB:.1f} GiB, the card has {total / GIB:.1f}"
+            )
+        torch.cuda.set_per_process_memory_fraction(options.vram_bytes / total, device)
+    return device
+
+
+def free_vram(device: torch.device, limit_bytes: int | None) -> int:
+    """Give the bytes that may still be allocated: what is free on the card, within the limit."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free if limit_bytes is None else min(free, limit_bytes - (total - free)))
+
+
+def load_model(
+    package: Package,
+    model_dir: Path,
+    config: ModelConfig,
+    arena: ExpertArena,
+    options: CudaOptions,
+    progress: Callable[[float], None],
+    wrap: Wrap | None = None,
+) -> LoadedModel:
+    """Load everything but the routed experts' trellis. progress: the fraction done.
+
+    wrap: gives a tensor collection in place of the one that Config opened, from it and the device; for models
+    that are in no file. Raises MachineError when the card is too small for it.
+    """
+    device = torch.device("cuda", options.device)
+    root = package.root
+    stock_config: Any = root.Config.from_directory(str(model_dir))
+    files = stock_config.stc if wrap is None else wrap(stock_config.stc, device)
+    alias = device_alias(package.extension, arena.region, device)
+    model: Any = root.Model.from_config(stock_config)
+    layers = adopt_sparse_layers(model)
+    if len(layers) != arena.geometry.num_layers:
+        raise MachineError(
+            f"the model has {len(layers)} sparse layers, the arena {arena.geometry.num_layers}"
+        )
+    counter = _Counter(progress, 9 * arena.geometry.num_keys)
+    stock_config.stc = ArenaTensors(files, arena, alias, sparse_layers(config), counter)
+    cache = root.Cache(
+        model,
+        max_num_tokens=options.num_pages * PAGE_TOKENS,
+        layer_type=root.CacheLayer_fp16,
+        max_batch_size=options.max_streams + 1,  # one spare, for warm-up beside running sequences
+    )
+    try:
+        with torch.inference_mode():
+            model.load(device=f"cuda:{options.device}", progressbar=False)
+    except torch.OutOfMemoryError as error:
+        raise MachineError(
+            f"the card has no room for the weights beside the experts and a cache of {options.cache_tokens} "
+            f"tokens: lower -cs, or free the card ({str(error).splitlines()[0]})"
+        ) from error
+    return LoadedModel(
+        package, config, CudaModel(model, cache, config.vocab_size), layers, arena, alias, device
+    )
+
+
+def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "") -> OpenedOffload:
+    """Run small shapes, measure what is left of the card, build the cache and time the lanes.
+
+    fingerprint: of the routers, for kept heat. Raises MachineError.
+    """
+    geometry, wanted = loaded.arena.geometry, options.offload
+    loan = LoanParams(activation_bytes_per_token=_probe(loaded, options))
+    lane = _hire(loaded, options)
+    free = free_vram(loaded.device, options.vram_bytes)
+    plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
+    tables = [tables_of(layer) for layer in loaded.layers]
+    memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan)
+    offload = GpuOffload(
+        memory, options.max_streams, wanted, lane, fingerprint=fingerprint, poisons=options.poisons
+    )
+    with torch.inference_mode():
+        offload.start(_calibrate(loaded, offload, lane, wanted))
+    for layer in loaded.layers:
+        layer.offload = offload
+    chunk = min(options.max_chunk_tokens, max_chunk_tokens(plan, geometry.expert_bytes, loan))
+    if chunk > PAGE_TOKENS:
+        chunk = chunk // PAGE_TOKENS * PAGE_TOKENS
+    logger.info(
+        "cuda free_gib=%.2f slots=%d activation_bytes_per_token=%d chunk_tokens=%d",
+        free / GIB,
+        plan.num_slots,
+        loan.activation_bytes_per_token,
+        chunk,
+    )
+    for line in explain(plan):
+        logger.info("vram %s", line)
+    return OpenedOffload(offload, max(1, chunk))
+
+
+def _calibrate(
+    loaded: LoadedModel, offload: GpuOffload, lane: CpuLane | None, options: OffloadOptions
+) -> Calibration:
+    """Time the lanes, or take the defaults if no time is allowed for it."""
+    guess = default_costs(max(1, options.crew_threads))
+    if options.calibrate_s <= 0:
+        return assume(guess, options.costs)
+
+    def run(layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
+        loaded.layers[layer].bc.run_bszN(x, picks, weights)
+
+    found = calibrate(
+        GpuProbes(offload, run, lane).probes(),
+        time.perf_counter,
+        guess=guess,
+        overrides=options.costs,
+        budget_s=options.calibrate_s,
+        max_experts=offload.policy.geometry.top_k,
+    )
+    for line in describe(found, offload.policy.geometry.expert_bytes):
+        logger.info("offload %s", line)
+    return found
+
+
+def _probe(loaded: LoadedModel, options: CudaOptions) -> int:
+    """Run a chunk and decode steps of every width, experts at home; gives a chunk's bytes per token."""
+    model, device = loaded.model, loaded.device
+    tokens = min(PROBE_TOKENS, options.max_chunk_tokens, options.num_pages * PAGE_TOKENS - 8)
+    pages = list(range(-(-(tokens + 8) // PAGE_TOKENS)))
+    with torch.inference_mode():
+        for _ in range(2):  # the first run compiles and allocates statics
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            run_prompt(model, tokens, pages)
+            torch.cuda.synchronize(device)
+            peak = torch.cuda.max_memory_allocated(device) - before
+        for width in range(1, options.max_streams + 1):
+            if width * len(pages) <= options.num_pages:
+                run_decode(model, width, 3)
+    return max(1, int(peak * ACTIVATION_MARGIN) // tokens)
+
+
+def run_prompt(model: CudaModel, num_tokens: int, pages: list[int]) -> None:
+    """Prefill num_tokens of a sequence that nobody keeps, to its logits."""
+    state = model.new_state()
+    try:
+        ids = [1 + index * 7 % 251 for index in range(num_tokens)]
+        chunk = model.begin_chunk(ids, state, pages, 0, is_last=True)
+        model.run_layers(chunk, 0, model.num_layers, wants_rows=True)
+        model.head(chunk, model.last_hidden(chunk)[:, -1:])
+    finally:
+        state.free()
+
+
+def run_decode(model: CudaModel, width: int, num_steps: int) -> None:
+    """Decode some steps of `width` sequences that nobody keeps, each on a page of its own."""
+    states = [model.new_state() for _ in range(width)]
+    try:
+        for step in range(num_steps):
+            pages = [[row] for row in range(width)]
+            model.to_host(model.decode([7 + row for row in range(width)], states, pages, [step] * width))
+    finally:
+        for state in states:
+            state.free()
+
+
+def _hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
+    wanted = options.offload
+    if options.mode == "exact" or wanted.crew_threads < 1:
+        return None
+    crew = CrewOptions(
+        wanted.crew_threads,
+        wanted.crew_cpus,
+        clamp=Clamp.ACTIVATION,
+        limit=loaded.config.swiglu_limit,
+        deadline_ms=wanted.deadline_ms,
+    )
+    return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension)
+
+
+class _Counter:
+    """Turns tensors fetched into progress."""
+
+    def __init__(self, progress: Callable[[float], None], total: int) -> None:
+        self._progress = progress
+        self._total = max(1, total)
+        self._count = 0
+
+    def __call__(self) -> None:
+        self._count += 1
+        if self._count % 2048 == 0:
+            self._progress(min(1.0, self._count / self._total))

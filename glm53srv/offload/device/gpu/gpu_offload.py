@@ -1,0 +1,354 @@
+"""The offload on a GPU: plans in the stream, policy on the host one step behind, copies beside both.
+
+decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts -> wait, add the CPU's part
+decode step     once its kernels are enqueued the host reads the log of the step before, advances residency,
+                issues copies, and enqueues the table's changes behind the step
+prefill layer   pointers of all experts: staged slot, else resident slot, else home; no log, no heat
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glm53srv.errors import EngineError
+from glm53srv.offload.calibrate import Calibration
+from glm53srv.offload.cost_ledger import CostLedger
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.counts import Counts
+from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
+from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
+from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs
+from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
+from glm53srv.offload.device.heat_keeper import HeatKeeper
+from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.device.staged_chunk import StagedChunk
+from glm53srv.offload.elastic import ElasticLoan, LoanParams, loan_slots
+from glm53srv.offload.report import OffloadReport
+from glm53srv.offload.residency import ResidencyPolicy, ResidencyUpdate, SlotState
+from glm53srv.offload.split import Lane
+from glm53srv.offload.staging import should_stage
+from glm53srv.offload.vram_plan import VramPlan
+from glm53srv.offload.warm_fill import fill_from_history
+
+logger = logging.getLogger(__name__)
+
+MAX_SETTLING_ADVANCES = 6
+"""Advances after which called slots must be lent when no step runs: unmap, drained, landed, spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTables:
+    """A sparse layer's pointer tables in the package: int64 (experts,) each, on the device, never moved."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What an offload is built on. arena: filled and registered; alias: its bytes on the device.
+
+    tables: of the sparse layers. plan: division of the VRAM. loan: what a chunk's activations take.
+    """
+
+    arena: ExpertArena
+    alias: torch.Tensor
+    tables: list[LayerTables]
+    plan: VramPlan
+    loan: LoanParams = field(default_factory=LoanParams)
+
+
+class GpuOffload:
+    """Owns slots, residency, loan and plans. Every call comes from the engine thread, on its main stream.
+
+    The engine brackets its work as engine/expert_steps.py says; the sparse layers call begin_layer,
+    plan_layer, combine and end_layer from inside.
+    """
+
+    def __init__(
+        self,
+        memory: GpuMemory,
+        max_rows: int,
+        options: OffloadOptions,
+        lane: CpuLane | None = None,
+        *,
+        fingerprint: str = "",
+        poisons: bool = False,
+    ) -> None:
+        """Allocate the slots. lane: the CPU workers, None in exact mode; the offload closes it.
+
+        fingerprint: of the routers, see model/fingerprint.py. poisons: see GpuSlots. Call start() before the
+        first step. Raises torch.OutOfMemoryError.
+        """
+        arena, plan = memory.arena, memory.plan
+        geometry, device = arena.geometry, memory.alias.device
+        self.arena = arena
+        self.plan = plan
+        self.policy = ResidencyPolicy(geometry, plan.num_slots, options.residency)
+        self.store = GpuSlots(arena, plan.num_slots, plan.chunk_slots, device, poisons=poisons)
+        self.lane = lane
+        self.counts = Counts()
+        self._options = options
+        self._tables = memory.tables
+        self._loan_params = memory.loan
+        self._device = device
+        self._base = int(memory.alias.data_ptr())
+        self._loan = ElasticLoan(plan)
+        self._heat_keeper = HeatKeeper(options.heat, geometry, fingerprint)
+        self._ledger: CostLedger | None = None
+        self._chunk: StagedChunk | None = None
+        self._rows = 0
+        width, layers = max_rows * geometry.top_k, geometry.num_layers
+        self._log = torch.full((layers, width), -1, dtype=torch.int32, device=device)
+        self._lanes = torch.zeros((layers, width), dtype=torch.int8, device=device)
+        self._counts = torch.zeros((layers, 3), dtype=torch.int32, device=device)
+        self._heat = torch.zeros((layers, geometry.num_experts), dtype=torch.int32, device=device)
+        self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
+        self._num_tables = 0
+        self._logs = HostLogs(self._log, self._lanes, self._counts)
+        self._report: OffloadReport | None = None
+        # Slices made once: a step asks for each of them, and making one costs a microsecond of the host.
+        self._slot_rows = [self.store.device_table[layer] for layer in range(layers)]
+        self._heat_rows = [self._heat[layer] for layer in range(layers)]
+        self._count_rows = [self._counts[layer] for layer in range(layers)]
+        self._outputs = [
+            [self._make_outputs(layer, rows * geometry.top_k) for layer in range(layers)]
+            for rows in range(max_rows + 1)
+        ]
+
+    @property
+    def report(self) -> OffloadReport | None:
+        """The snapshot that the last step or chunk left, None before start(). Any thread may read it."""
+        return self._report
+
+    @property
+    def calibration(self) -> Calibration:
+        """The costs as measured at start."""
+        return self._costs().calibration
+
+    def start(self, calibration: Calibration) -> None:
+        """Begin with these costs, and with the experts that an earlier run found popular."""
+        options, geometry = self._options, self.policy.geometry
+        mode = options.mode if self.lane is not None else "exact"
+        max_picks = self._cpu_count.shape[0] - 1
+        self._ledger = CostLedger(calibration, options.costs, max_picks, mode)
+        self._send_cost_table(self._ledger)
+        history = self._heat_keeper.load()
+        if history is not None:
+            self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
+            self._send_heat()
+        self._report = self._describe(self._ledger)
+        logger.info("offload slots=%d experts=%d", self.plan.num_slots, geometry.num_keys)
+
+    # ---- brackets of the engine ----
+
+    def begin_chunk(self, num_tokens: int) -> None:
+        """Borrow slots for a prefill chunk and begin to stage it, if it is long enough."""
+        geometry, plan = self.policy.geometry, self.plan
+        is_staged = plan.stage_slots > 0 and should_stage(
+            num_tokens, geometry.top_k, self._options.min_picks(geometry.num_experts)
+        )
+        loan = loan_slots(plan, geometry.expert_bytes, num_tokens, is_staged, self._loan_params)
+        shrink = self._loan.begin(loan).shrink
+        self.policy.shrink(shrink)
+        if shrink:
+            self.counts.num_loans += 1
+            self._settle()
+        staged = 2 * plan.stage_slots if is_staged else 0
+        if is_staged and self.policy.num_slots - self.policy.capacity >= staged:
+            self._chunk = StagedChunk(self.policy, self.store, plan)
+        if shrink:
+            self.store.lend(range(self.policy.capacity + staged, self.policy.num_slots))
+
+    def end_chunk(self, is_more_waiting: bool) -> None:
+        """End a chunk, finished or not, and give the loan back unless another chunk follows at once."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            chunk.abort()
+            self.counts.num_staged += chunk.num_staged
+        grow = self._loan.end(is_more_waiting).grow
+        if grow:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
+            self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
+            self.policy.grow(grow)
+        self._report = self._describe(self._costs())
+
+    def begin_decode(self, num_rows: int) -> None:
+        """Begin a decode step: what the layers plan from here on belongs to it."""
+        if not 1 <= num_rows < len(self._outputs):
+            raise EngineError(f"a decode step of {num_rows} rows, the offload has {len(self._outputs) - 1}")
+        self._rows = num_rows
+        if self.lane is not None:
+            self.lane.begin_step()
+
+    def end_decode(self, step_ms: float) -> None:
+        """End the enqueueing of a step: send its log on its way, and do the host's work beside it.
+
+        step_ms: time of the step before, which the copy budget grants by.
+        """
+        ledger = self._costs()
+        log = self._logs.swap(self._rows * self.policy.geometry.top_k)
+        self._rows = 0
+        if log is not None:
+            self._learn(log)
+        fixed = self._options.copies_per_step
+        granted = ledger.grant(step_ms)
+        update = self.policy.advance(self.store.take_landed(), granted if fixed is None else fixed)
+        if fixed is None:
+            ledger.spend(update.num_admitted)
+        self.store.apply(update)
+        self.counts.num_copies += len(update.copy_keys)
+        self.counts.num_steps += 1
+        ledger.end_step()
+        if self.lane is not None:
+            self._send_cost_table(ledger)
+            if log is not None:
+                self._send_heat()
+
+    def finish_decode(self) -> None:
+        """Follow a step whose end was waited for. Raises EngineError if the CPU workers failed."""
+        ledger = self._costs()
+        if self.lane is not None:
+            self.lane.check()
+            for num_experts, elapsed_ms in self.lane.take_answers():
+                ledger.observe_cpu(num_experts, elapsed_ms)
+        self._report = self._describe(ledger)
+
+    def close(self) -> None:
+        """Save the heat and free everything; the device must be idle. Idempotent."""
+        self._heat_keeper.close(self.policy.history)
+        self.store.close()
+        if self.lane is not None:
+            self.lane.close()
+
+    # ---- called by the sparse layers, inside the brackets ----
+
+    def begin_layer(self, layer: int) -> None:
+        """Point a prefill layer's tables, before its router."""
+        if self._rows:
+            return
+        slots = self._slot_rows[layer]
+        if self._chunk is not None:
+            chosen = self._chunk.begin_layer(layer)
+            slots = torch.from_numpy(chosen).pin_memory().to(self._device, non_blocking=True)
+        self.point(layer, slots)
+
+    def plan_layer(self, layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
+        """Plan a decode layer behind its router; weights is changed in place."""
+        if not self._rows:
+            return
+        layout, lane = self.arena.layout, self.lane
+        inputs = PlanInputs(
+            picks=picks,
+            weights=weights,
+            x=x,
+            slots=self._slot_rows[layer],
+            heat=self._heat_rows[layer],
+            cpu_count=self._cpu_count,
+            slot_addresses=self.store.addresses,
+            home=self._home(layer),
+            layer=layer,
+            record_bytes=layout.record_bytes,
+            up_offset=layout.offsets[1],
+            down_offset=layout.offsets[2],
+        )
+        cell = None if lane is None else lane.next_cell()
+        launch_plan(inputs, self._outputs[self._rows][layer], cell)
+        if lane is not None:
+            lane.publish()
+
+    def combine(self, layer: int, out: torch.Tensor) -> None:
+        """Add the CPU's part to a decode layer's sum, float32 (rows, hidden), behind a wait for it."""
+        if self._rows and self.lane is not None:
+            self.lane.combine(out, self._count_rows[layer])
+
+    def end_layer(self, layer: int) -> None:
+        """Issue the copies of the layer after next, behind a prefill layer's kernels."""
+        if not self._rows and self._chunk is not None:
+            self._chunk.end_layer(layer)
+
+    def point(self, layer: int, slots: torch.Tensor) -> None:
+        """Fill a layer's tables whole. slots: int32 (experts,) on the device, -1 for home."""
+        layout = self.arena.layout
+        places = (layout.record_bytes, layout.offsets[1], layout.offsets[2])
+        launch_point(slots, self.store.addresses, self._outputs[0][layer], self._home(layer), places)
+
+    # ---- inside ----
+
+    def _costs(self) -> CostLedger:
+        if self._ledger is None:
+            raise EngineError("the offload was not started")
+        return self._ledger
+
+    def _home(self, layer: int) -> int:
+        return self._base + layer * self.policy.geometry.num_experts * self.arena.layout.record_bytes
+
+    def _make_outputs(self, layer: int, width: int) -> PlanOutputs:
+        tables = self._tables[layer]
+        return PlanOutputs(
+            tables.gate,
+            tables.up,
+            tables.down,
+            self._log[layer, :width],
+            self._lanes[layer, :width],
+            self._counts[layer],
+        )
+
+    def _learn(self, log: StepLog) -> None:
+        counts = self.counts
+        self.policy.observe(log.picks)
+        self._heat_keeper.end_step(self.policy.history)
+        counts.num_vram += int(log.counts[:, 0].sum())
+        counts.num_link += int(log.counts[:, 1].sum())
+        counts.num_cpu += int(log.counts[:, 2].sum())
+        counts.num_picks += int((log.picks >= 0).sum())
+        counts.num_hit_picks += int((log.lanes == Lane.VRAM).sum())
+
+    def _execute(self, update: ResidencyUpdate) -> NDArray[np.int32]:
+        self.store.apply(update)
+        self.store.drain()
+        return self.store.take_landed()
+
+    def _settle(self) -> None:
+        """Wait until called slots are lent: no step runs once the device is idle."""
+        torch.cuda.synchronize(self._device)
+        for _ in range(MAX_SETTLING_ADVANCES):
+            if self._loan.poll(self.policy.is_lent):
+                return
+            self.store.drain()
+            self.store.apply(self.policy.advance(self.store.take_landed(), 0))
+        raise EngineError("slots called for a prefill were not lent: residency is stuck")
+
+    def _send_heat(self) -> None:
+        self._heat.copy_(torch.from_numpy(self.policy.heat_table()).pin_memory(), non_blocking=True)
+
+    def _send_cost_table(self, ledger: CostLedger) -> None:
+        """Send the split's table if it was remade."""
+        if ledger.num_tables != self._num_tables:
+            self._num_tables = ledger.num_tables
+            self._cpu_count.copy_(torch.from_numpy(ledger.table).pin_memory(), non_blocking=True)
+
+    def _describe(self, ledger: CostLedger) -> OffloadReport:
+        policy, lane = self.policy, self.lane
+        states = policy.slot_states()
+        return OffloadReport(
+            kind="cuda",
+            mode=self._options.mode,
+            num_slots=policy.num_slots,
+            num_resident=int((states == SlotState.RESIDENT).sum()),
+            num_lent=policy.num_slots - policy.capacity,
+            hit_share=self.counts.hit_share,
+            counts=self.counts.frozen(),
+            costs=ledger.report(policy.geometry.expert_bytes),
+            crew_expert_ms=0.0 if lane is None else lane.stats().ms_per_expert,
+            crew_threads=0 if lane is None else self._options.crew_threads,
+            heat=self._heat_keeper.report(),
+        )

@@ -1,0 +1,53 @@
+"""The routing log on its way to the host: read one step later, when it has long arrived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """A step's routing log: picks int32, lanes int8 (layers, picks), counts int32 (layers, 3).
+
+    Views of pinned memory, valid until the next but one swap.
+    """
+
+    picks: NDArray[np.int32]
+    lanes: NDArray[np.int8]
+    counts: NDArray[np.int32]
+
+
+class HostLogs:
+    """Two pinned copies of the device's log: one travels while the other is read. Engine thread only."""
+
+    def __init__(self, picks: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor) -> None:
+        self._sources = (picks, lanes, counts)
+        self._buffers = [
+            tuple(torch.empty(source.shape, dtype=source.dtype).pin_memory() for source in self._sources)
+            for _ in range(2)
+        ]
+        self._events = [torch.cuda.Event(), torch.cuda.Event()]
+        self._widths = [0, 0]
+        self._parity = 0
+
+    def swap(self, width: int) -> StepLog | None:
+        """Enqueue the copy of the running step's log, `width` picks a layer; give that of the step before.
+
+        Waits for the step before, which is over by then. None before the second step.
+        """
+        now, before = self._parity, 1 - self._parity
+        for target, source in zip(self._buffers[now], self._sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        self._events[now].record()
+        self._widths[now] = width
+        self._parity = before
+        used = self._widths[before]
+        if not used:
+            return None
+        self._events[before].synchronize()
+        picks, lanes, counts = self._buffers[before]
+        return StepLog(picks[:, :used].numpy(), lanes[:, :used].numpy(), counts.numpy())
