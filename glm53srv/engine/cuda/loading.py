@@ -35,16 +35,13 @@ from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
 from glm53srv.offload.device.gpu.registered import device_alias
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.options import OffloadOptions
-from glm53srv.offload.elastic import LoanParams, max_chunk_tokens
+from glm53srv.offload.elastic import LoanParams, fit_loan, max_chunk_tokens
 from glm53srv.offload.vram_plan import GIB, explain, plan_vram
 
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = (512, 1024)
 """Chunks by which the activations' memory is measured: every expert is read over the link for each, once."""
-ACTIVATION_MARGIN = 1.15
-"""A longer chunk routes less evenly than its length says."""
-
 CHUNK_SLOTS = 32
 """Slots of one allocation, which are lent together: 302 MB of GLM-5.3-Flash's experts."""
 
@@ -241,22 +238,6 @@ def _probe(loaded: LoadedModel, options: CudaOptions) -> LoanParams:
             if width <= options.num_pages:
                 run_decode(model, width, 3)
     return fit_loan(peaks)
-
-
-def fit_loan(peaks: list[tuple[int, int]]) -> LoanParams:
-    """Fit the memory of a chunk, a fixed part and one per token, to (tokens, bytes at most) of some chunks.
-
-    One chunk alone is taken as if nothing were fixed.
-    """
-    (few, low), (many, high) = peaks[0], peaks[-1]
-    per_token = (high - low) / (many - few) if many > few else high / max(1, many)
-    per_token = max(1.0, per_token)
-    fixed = max(0, int(low - few * per_token))
-    default = LoanParams()
-    return LoanParams(
-        activation_bytes_per_token=int(per_token * ACTIVATION_MARGIN) + 1,
-        free_activation_bytes=max(0, default.free_activation_bytes - fixed),
-    )
 
 
 def _peak_of_prompt(loaded: LoadedModel, num_tokens: int, pages: list[int]) -> int:
