@@ -1,7 +1,8 @@
 /* From packed tiles to weights in 512-bit registers. Include it after avx512_begin.h.
  *
  * A lane's bits (see avx2_weights.h for the tile's layout) are gathered into one 64-bit window by vpermb, and
- * vpmultishiftqb takes two states out of it at once, wherever they begin. A step decodes 64 weights: rows 4 s
+ * vpmultishiftqb takes up to four states out of it at once, wherever they begin. A step decodes 64 weights:
+ * rows 4 s
  * .. 4 s + 3 and 8 more of four neighbouring columns, and of the four columns 8 further on. Step (s, h), s, h
  * = 0, 1, gives one register for each pair q of states:
  *
@@ -32,7 +33,8 @@ typedef enum {
 /* Where in a source register the windows lie, and where in a window the states. */
 typedef struct {
     __m512i index[STEPS][2]; /* FORMAT_K3: of step (s, h); else of step s and window w */
-    __m512i shift[PAIRS];    /* first bits of a pair's bytes; bytes 0, 1, 4, 5 of eight count */
+    __m512i shift[PAIRS];    /* first bit of each byte of the states: of pair q in the lower halves of 32-bit
+                                lanes and, for even q, of pair q + 1 in the upper halves */
     __mmask16 words;         /* 32-bit words to load for eight lanes with the word before them */
     __mmask16 own_words;     /* and without it */
     size_t group_halves;     /* from the first lane of a group of eight lanes to the next group's */
@@ -62,7 +64,7 @@ static __m512i pair_shift(int32_t bits_x2, int32_t q, int32_t w) {
     uint8_t shift[64];
     for (int32_t i = 0; i < 64; i++) {
         int32_t p = i >> 3 & 1; /* a lane two further on begins at the same bit of a byte */
-        int32_t j = 2 * q + (i >> 2 & 1);
+        int32_t j = 2 * q + (i >> 2 & 1) + (i & 2);
         int32_t end = 4 * bits_x2 * p + ((j + 1) * bits_x2 >> 1) - 8 * window_byte(bits_x2, p, w);
         shift[i] = (uint8_t)(64 - end + 8 * (i & 1));
     }
@@ -115,26 +117,15 @@ INLINE __m512i join(__m512i index, const __m512i sources[2]) {
     return _mm512_mask_permutexvar_epi8(low, 0xffffffff00000000u, index, sources[1]);
 }
 
-/* The states of step (s, h), one per 32-bit lane. */
-INLINE void step_states(const tile_source *source, const tile_plan *plan, tile_format format, int32_t s,
-                        int32_t h, __m512i states[PAIRS]) {
-    __m512i first, second;
+/* What the states of step (s, h) are to be taken from: windows[i] has pairs 2 i and 2 i + 1. */
+INLINE void step_windows(const tile_source *source, const tile_plan *plan, tile_format format, int32_t s,
+                         int32_t h, __m512i windows[2]) {
     if (format == FORMAT_K3) {
-        first = second = _mm512_permutexvar_epi8(plan->index[s][h], source->groups[h]);
-    } else {
-        first = second = join(plan->index[s][0], source->groups + 2 * h);
-        if (format == FORMAT_HIGH) second = join(plan->index[s][1], source->ends + 2 * h);
+        windows[0] = windows[1] = _mm512_permutexvar_epi8(plan->index[s][h], source->groups[h]);
+        return;
     }
-    for (int32_t q = 0; q < PAIRS; q++) {
-        states[q] =
-            _mm512_maskz_multishift_epi64_epi8(0x3333333333333333u, plan->shift[q], q < 2 ? first : second);
-    }
-}
-
-/* mul1: the codebook's product; its four bytes are to be added. */
-INLINE void mul1_products(__m512i states[PAIRS]) {
-    const __m512i factor = _mm512_set1_epi32((int)0x83dcd12du);
-    for (int32_t q = 0; q < PAIRS; q++) states[q] = _mm512_mullo_epi32(states[q], factor);
+    windows[0] = windows[1] = join(plan->index[s][0], source->groups + 2 * h);
+    if (format == FORMAT_HIGH) windows[1] = join(plan->index[s][1], source->ends + 2 * h);
 }
 
 /* ---- sums of a row ---- */

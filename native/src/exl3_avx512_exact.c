@@ -5,15 +5,17 @@
 #include "avx512_begin.h"
 #include "avx512_weights.h"
 
-/* mul1, see mul1_weights_x4 in avx2_weights.h. The sum of a product's bytes is written into the lower half of
- * the float 2^23, which makes it the float 2^23 + sum. */
-INLINE void mul1_weights(__m512i products[PAIRS], __m512 w[PAIRS]) {
+/* mul1, see mul1_weights_x4 in avx2_weights.h. vdbpsadbw against zero writes the sum of a product's bytes
+ * into the lower half of the float 2^23, which makes it the float 2^23 + sum. */
+INLINE void mul1_weights(const __m512i states[PAIRS], __m512 w[PAIRS]) {
+    const __m512i factor = _mm512_set1_epi32((int)0x83dcd12du);
     const __m512i magic = _mm512_set1_epi32(0x4b000000), zero = _mm512_setzero_si512();
     const __m512 slope = _mm512_set1_ps(GLM53_MUL1_SLOPE), split = _mm512_set1_ps(8193.0f);
     const __m512 offset = _mm512_set1_ps(GLM53_MUL1_OFFSET - 8388608.0f * GLM53_MUL1_SLOPE);
     __m512 cw[PAIRS];
     for (int32_t q = 0; q < PAIRS; q++) {
-        __m512i sum = _mm512_mask_dbsad_epu8(magic, 0x55555555u, products[q], zero, 0);
+        __m512i product = _mm512_mullo_epi32(states[q], factor);
+        __m512i sum = _mm512_mask_dbsad_epu8(magic, 0x55555555u, product, zero, 0);
         w[q] = _mm512_fmadd_ps(_mm512_castsi512_ps(sum), slope, offset);
     }
     for (int32_t q = 0; q < PAIRS; q++) cw[q] = _mm512_mul_ps(w[q], split);
@@ -36,10 +38,12 @@ INLINE __m512 three_inst_weight(__m512i state, int32_t codebook) {
 
 INLINE void step_weights(const tile_source *source, const tile_plan *plan, tile_format format,
                          int32_t codebook, int32_t step, __m512 w[PAIRS]) {
-    __m512i states[PAIRS];
-    step_states(source, plan, format, step >> 1, step & 1, states);
+    __m512i windows[2], states[PAIRS]; /* one state per 32-bit lane */
+    step_windows(source, plan, format, step >> 1, step & 1, windows);
+    for (int32_t q = 0; q < PAIRS; q++) {
+        states[q] = _mm512_maskz_multishift_epi64_epi8(0x3333333333333333u, plan->shift[q], windows[q >> 1]);
+    }
     if (codebook == GLM53_CODEBOOK_MUL1) {
-        mul1_products(states);
         mul1_weights(states, w);
         return;
     }
