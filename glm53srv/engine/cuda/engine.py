@@ -203,12 +203,11 @@ class CudaEngine:
         self._watchdog.close()
         self._book.slots.clear()
         try:
-            torch.cuda.synchronize(self._loaded.device)
+            self._model.wait()
             self._offload.close()
             for layer in self._loaded.layers:
                 layer.offload = None
             self._model.unload()
-            torch.cuda.empty_cache()
         except RuntimeError as error:  # a device that failed stays failed; the process ends next
             logger.error("the GPU could not be freed: %s", str(error).splitlines()[0])
             self._loaded.arena.abandon()
@@ -240,7 +239,7 @@ class CudaEngine:
         done = _Prefilled()
         if plan.prefill is not None:
             done = self._prefill(plan.prefill)
-            torch.cuda.synchronize(self._loaded.device)
+            self._model.wait()
         middle_s = time.perf_counter()
         layers_s = _with_tail(done.layers_s, middle_s - begin_s)
         slot_ids = [row.slot for row in plan.decode]
