@@ -18,8 +18,8 @@ from glm53srv.offload.device.region import Region
 
 HAND_OVER_MS = 0.02
 """From the device's post to the workers' start, and from their answer to the device's next kernel: 10 us each
-way on another machine (0xSero/glm53-flash-offload). Not timed here: a job of the host's goes another way, which
-takes ten times as long."""
+way on another machine (0xSero/glm53-flash-offload). Not timed here: a job of the host's goes another way,
+which takes ten times as long."""
 
 
 class CpuLane:
