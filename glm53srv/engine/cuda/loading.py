@@ -44,8 +44,8 @@ PROBE_TOKENS = (512, 1024)
 """Chunks by which the activations' memory is measured: every expert is read over the link for each, once."""
 POLL_US = 100_000
 """How long idle CPU workers poll before they park. The host rings when it begins to enqueue a step, and the
-device posts that step's first job when it gets there: after the dense layers, or after a step that it is still
-busy with. A worker that has parked meanwhile looks again only after 100 ms."""
+device posts that step's first job when it gets there: behind the dense layers, or behind a step that still
+runs. A worker that has parked meanwhile looks again only after 100 ms."""
 CHUNK_SLOTS = 32
 """Slots of one allocation, which are lent together: 302 MB of GLM-5.3-Flash's experts."""
 
