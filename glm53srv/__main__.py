@@ -9,6 +9,7 @@
     glm53srv download  [--verify] [options]   fetch the model, or complete it; --verify hashes all of it
     glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
     glm53srv panel make --out FILE [options]  write a reference panel of a model, to score servers against
+    glm53srv bench-model [--layers N] [--help] measure a GPU on random weights of the published model's size
 
 serve and generate take the small demo model that comes with the package when no model is named.
 
@@ -35,6 +36,9 @@ from glm53srv.probe import LocalProbe, Probe
 
 Command = Callable[[Sequence[str]], int]
 
+HAVE_OWN_HELP = ("bench-model",)
+"""Commands that take none of the server's options."""
+
 
 def main(argv: Sequence[str], probe: Probe | None = None) -> int:
     """Run one command and return its exit code.
@@ -50,6 +54,7 @@ def main(argv: Sequence[str], probe: Probe | None = None) -> int:
         "download": _download,
         "pack": _pack,
         "panel": _panel,
+        "bench-model": partial(_bench_model, machine),
     }
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
@@ -62,7 +67,7 @@ def main(argv: Sequence[str], probe: Probe | None = None) -> int:
         if command is None:
             hint = closest_hint(argv[0], commands)
             raise ConfigError(f"unknown command {argv[0]!r}{hint}; the commands are {', '.join(commands)}")
-        if any(word in ("-h", "--help") for word in argv[1:]):
+        if any(word in ("-h", "--help") for word in argv[1:]) and argv[0] not in HAVE_OWN_HELP:
             print(_help())
             return 0
         return command(argv[1:])
@@ -187,6 +192,28 @@ def _panel(argv: Sequence[str]) -> int:
     progress = ProgressLine(sys.stderr, label="judging")
     load = ProgressLine(sys.stderr)
     print(make_panel(options, config.model_dir, lambda: load_engine(config, read_machine(), load), progress))
+    return 0
+
+
+def _bench_model(probe: Probe, argv: Sequence[str]) -> int:
+    from glm53srv.bench_model.options import make_parser, parse_options
+
+    if any(word in ("-h", "--help") for word in argv):
+        print(make_parser().format_help())
+        return 0
+    options = parse_options(argv)
+    from glm53srv.engine.cuda.synthetic_plan import require_host_memory
+    from glm53srv.engine.factory import require_cuda
+    from glm53srv.model.published_files import published_model
+
+    model = published_model(options.layers)
+    machine = probe.facts()
+    require_cuda(machine, "bench-model", probe.version)
+    require_host_memory(model, machine)
+    from glm53srv.bench_model.command import run_bench
+
+    set_up_logging("info")
+    run_bench(options, machine, lambda line: print(line, flush=True))
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,23 @@ def write_published_files(target: Path, num_layers: int | None = None) -> None:
     (target / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
-def published_config(num_layers: int | None = None) -> dict[str, Any]:
-    """Give config.json of the quantised model, without its layer for multi-token prediction."""
+def published_model(num_layers: int | None = None) -> ModelConfig:
+    """Give the published model cut to its first num_layers layers. Raises ConfigError for a wrong number."""
     most = PUBLISHED.num_layers
     count = most if num_layers is None else num_layers
     if not FEWEST_LAYERS <= count <= most:
         raise ConfigError(
             f"--layers {count}: from {FEWEST_LAYERS}, the first with routed experts, to {most}, all there are"
         )
+    return replace(
+        PUBLISHED,
+        attention_kinds=PUBLISHED.attention_kinds[:count],
+        mlp_kinds=PUBLISHED.mlp_kinds[:count],
+    )
+
+
+def published_config(num_layers: int | None = None) -> dict[str, Any]:
+    """Give config.json of the quantised model, without its layer for multi-token prediction."""
     return {
         "architectures": ["Glm5NextForConditionalGeneration"],
         "model_type": "glm5_next",
@@ -78,14 +88,14 @@ def published_config(num_layers: int | None = None) -> dict[str, Any]:
         "video_start_token_id": 154_832,
         "video_end_token_id": 154_833,
         "tie_word_embeddings": False,
-        "text_config": _text_config(PUBLISHED, count),
+        "text_config": _text_config(published_model(num_layers)),
         "vision_config": dict(_VISION),
         "quantization_config": {"quant_method": "exl3", "bits": 3.05, "codebook": "mul1"},
     }
 
 
-def _text_config(model: ModelConfig, num_layers: int) -> dict[str, Any]:
-    attention, mlps = model.attention_kinds[:num_layers], model.mlp_kinds[:num_layers]
+def _text_config(model: ModelConfig) -> dict[str, Any]:
+    attention, mlps, num_layers = model.attention_kinds, model.mlp_kinds, model.num_layers
     return {
         "model_type": "glm5_next_text",
         "dtype": "bfloat16",
