@@ -65,7 +65,7 @@ def run_bench(options: BenchOptions, machine: MachineFacts, say: Say) -> dict[st
 def _run(
     options: BenchOptions, machine: MachineFacts, work_dir: Path, results: dict[str, Any], say: Say
 ) -> None:
-    engine, model, results["load"] = _build(options, machine, work_dir, say)
+    engine, model, results["load"] = build_engine(options, machine, work_dir, say)
     results["device"] = torch.cuda.get_device_name()
     try:
         _measure(options, engine, model, results, say)
@@ -107,7 +107,7 @@ def _measure(
     say(f"peak RAM {results['peak_rss_gib']:.1f} GiB, peak VRAM of torch {results['peak_vram_gib']:.1f} GiB")
 
 
-def _build(
+def build_engine(
     options: BenchOptions, machine: MachineFacts, work_dir: Path, say: Say
 ) -> tuple[CudaEngine, TimedModel, dict[str, Any]]:
     """Load and warm up the drawn model; gives the engine and what that took."""
