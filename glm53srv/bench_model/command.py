@@ -121,7 +121,7 @@ def build_engine(
         marks[f"{name}_s"] = time.perf_counter() - begin
         say(f"{name} after {marks[f'{name}_s']:.1f} s")
 
-    package = open_package(cuda.mode)
+    package = open_package(cuda.mode, cuda.tuning_dir)
     limit_vram(cuda)
     mark("imported")
     loaded = load_synthetic(package, cuda, work_dir, options.layers, lambda part, stage: None)
@@ -166,6 +166,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         cache_tokens=options.cache_tokens,
         vram_bytes=int(options.vram_gib * GIB) if options.vram_gib else None,
         max_chunk_tokens=options.chunk_tokens,
+        tuning_dir=options.tuning_dir,
     )
 
 

@@ -41,6 +41,7 @@ class BenchOptions:
     beside_layers: int
     soak_s: float
     out: Path | None
+    tuning_dir: Path | None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--beside", type=count, default=0, help="tokens of a prompt beside a decoding stream")
     parser.add_argument("--beside-layers", type=positive, default=2, help="layers of it per step")
     parser.add_argument("--soak", type=_amount, default=0.0, help="seconds of mixed load")
+    parser.add_argument("--tuning-dir", type=Path, help="as that of serve; by default nothing is kept")
     parser.add_argument("--out", type=Path, help="file for all numbers as JSON")
     return parser
 
@@ -98,6 +100,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         beside_layers=given.beside_layers,
         soak_s=given.soak,
         out=given.out,
+        tuning_dir=given.tuning_dir,
     )
 
 
