@@ -148,7 +148,8 @@ class SyntheticTensors:
 
     def _generator(self, key: str) -> torch.Generator:
         generator = torch.Generator(self._device)
-        generator.manual_seed((self._seed << 32) | zlib.crc32(key.encode()))
+        # torch's generator of the CPU reads the lower 32 bits of a seed alone, so both go into them.
+        generator.manual_seed(zlib.crc32(key.encode(), self._seed))
         return generator
 
 
