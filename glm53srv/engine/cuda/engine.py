@@ -202,12 +202,16 @@ class CudaEngine:
         self._is_closed, self._is_usable = True, False
         self._watchdog.close()
         self._book.slots.clear()
-        torch.cuda.synchronize(self._loaded.device)
-        self._offload.close()
-        for layer in self._loaded.layers:
-            layer.offload = None
-        self._model.unload()
-        torch.cuda.empty_cache()
+        try:
+            self._model.wait()
+            self._offload.close()
+            for layer in self._loaded.layers:
+                layer.offload = None
+            self._model.unload()
+        except RuntimeError as error:  # a device that failed stays failed; the process ends next
+            logger.error("the GPU could not be freed: %s", str(error).splitlines()[0])
+            self._loaded.arena.abandon()
+            return
         self._loaded.arena.close()
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -235,7 +239,7 @@ class CudaEngine:
         done = _Prefilled()
         if plan.prefill is not None:
             done = self._prefill(plan.prefill)
-            torch.cuda.synchronize(self._loaded.device)
+            self._model.wait()
         middle_s = time.perf_counter()
         layers_s = _with_tail(done.layers_s, middle_s - begin_s)
         slot_ids = [row.slot for row in plan.decode]
@@ -274,19 +278,25 @@ class CudaEngine:
             try:
                 return self._run_slice(piece, slot)
             except torch.OutOfMemoryError as error:
-                logger.warning("prompt of slot %d dropped: %s", piece.slot, str(error).splitlines()[0])
-                slot.in_flight = None
-                self._failed[piece.slot] = (
-                    f"a prompt chunk of {len(piece.token_ids)} tokens at {piece.start_position} did not fit "
-                    "into GPU memory; use a shorter prompt, or a server with a smaller -chunk_size or -cs"
-                )
-                self._offload.end_chunk(is_more_waiting=False)
+                reason = str(error).splitlines()[0]
+            # Not inside the handler: until it ends, the error's frames hold the chunk's activations.
+            self._drop(piece, slot, reason)
         # The plans of a dropped prompt go on until its last chunk, the place for news about it.
         if piece.layer_end < self._limits.num_layers:
             slot.chunk, slot.next_layer = piece.token_ids, piece.layer_end
             return _Prefilled()
         slot.finish(piece)
         return _Prefilled(True, error=self._failed[piece.slot] if piece.is_last_chunk else None)
+
+    def _drop(self, piece: PrefillSlice, slot: Slot[Any, Chunk], reason: str) -> None:
+        """Give up a prompt and what its chunk holds."""
+        logger.warning("prompt of slot %d dropped: %s", piece.slot, reason)
+        slot.in_flight = None
+        self._failed[piece.slot] = (
+            f"a prompt chunk of {len(piece.token_ids)} tokens at {piece.start_position} did not fit into GPU "
+            "memory; use a shorter prompt, or a server with a smaller -chunk_size or -cs"
+        )
+        self._offload.end_chunk(is_more_waiting=False)
 
     def _run_slice(self, piece: PrefillSlice, slot: Slot[Any, Chunk]) -> _Prefilled:
         begin, end = piece.start_position, piece.start_position + len(piece.token_ids)

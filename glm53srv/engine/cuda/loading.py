@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = (512, 1024)
 """Chunks by which the activations' memory is measured: every expert is read over the link for each, once."""
+POLL_US = 100_000
+"""How long idle CPU workers poll before they park. The host rings when it begins to enqueue a step, and the
+device posts that step's first job when it gets there: behind the dense layers, or behind a step that still
+runs. A worker that has parked meanwhile looks again only after 100 ms."""
 CHUNK_SLOTS = 32
 """Slots of one allocation, which are lent together: 302 MB of GLM-5.3-Flash's experts."""
 
@@ -285,6 +289,7 @@ def _hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
         wanted.crew_cpus,
         clamp=Clamp.ACTIVATION,
         limit=loaded.config.swiglu_limit,
+        poll_us=POLL_US,
         deadline_ms=wanted.deadline_ms,
     )
     return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension)

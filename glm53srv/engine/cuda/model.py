@@ -149,6 +149,11 @@ class CudaModel:
             "positions": None,
         }
 
+    def wait(self) -> None:
+        """Wait until the device has done all that was enqueued."""
+        torch.cuda.synchronize()
+
     def unload(self) -> None:
-        """Free weights and cache."""
+        """Free weights and cache; the device must be idle."""
         self._model.unload()
+        torch.cuda.empty_cache()

@@ -35,6 +35,13 @@ def test_slots_lie_where_their_addresses_say_and_apart(num_slots: int) -> None:
     assert memory.num_bytes == num_slots * RECORD
 
 
+def test_neighbours_of_a_chunk_are_one_view() -> None:
+    memory = chunks()
+    run = memory.slots(5, 3)
+    assert run.shape == (3, RECORD)
+    assert [row.data_ptr() for row in run] == memory.addresses()[5:8].tolist()
+
+
 def test_lent_chunks_have_no_memory_and_no_address() -> None:
     memory = chunks()
     before = memory.addresses()

@@ -170,17 +170,20 @@ class GpuOffload:
             self.store.lend(range(self.policy.capacity + staged, self.policy.num_slots))
 
     def end_chunk(self, is_more_waiting: bool) -> None:
-        """End a chunk, finished or not, and give the loan back unless another chunk follows at once."""
+        """End a chunk, finished or not, and give the loan back unless another chunk follows at once.
+
+        Raises torch.OutOfMemoryError when the chunk's activations are still held; it may be called again.
+        """
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             chunk.abort()
             self.counts.num_staged += chunk.num_staged
-        grow = self._loan.end(is_more_waiting).grow
-        if grow:
+        if self._loan.num_lent and not is_more_waiting:
+            # The memory first: a loan that cannot be given back yet stays a loan, and is asked for again.
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
             self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
-            self.policy.grow(grow)
+        self.policy.grow(self._loan.end(is_more_waiting).grow)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._costs())
 

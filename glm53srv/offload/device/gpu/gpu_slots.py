@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.copy_runs import runs_of
 from glm53srv.offload.device.gpu.registered import host_tensor
 from glm53srv.offload.device.gpu.slot_chunks import SlotChunks
 from glm53srv.offload.device.gpu.table_kernel import launch_update
@@ -141,11 +142,11 @@ class GpuSlots:
 
     def _copy(self, keys: list[int], slots: list[int]) -> torch.cuda.Event:
         with torch.cuda.stream(self.copy_stream):
-            for key, slot in zip(keys, slots, strict=True):
-                target = self._chunks.slot(slot)
+            for key, slot, count in runs_of(keys, slots, self._chunks.chunk_slots):
+                target = self._chunks.slots(slot, count)
                 if self._poisons:
                     target.fill_(POISON)
-                target.copy_(self._home[key], non_blocking=True)
+                target.copy_(self._home[key : key + count], non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.copy_stream)
         return event

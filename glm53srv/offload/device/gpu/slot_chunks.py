@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 
 
 class SlotChunks:
-    """Owns the allocations. Knows no streams: the caller sees to it that nobody uses what is freed."""
+    """Owns the allocations. Knows no streams: the caller sees to it that nobody uses what is freed.
+
+    chunk_slots: slots of a chunk, read-only.
+    """
 
     def __init__(self, num_slots: int, chunk_slots: int, record_bytes: int, device: torch.device) -> None:
         """Allocate all. Raises torch.OutOfMemoryError."""
         self._num_slots = num_slots
-        self._chunk_slots = chunk_slots
+        self.chunk_slots = chunk_slots
         self._record_bytes = record_bytes
         self._device = device
         self._chunks: list[torch.Tensor | None] = [None] * -(-num_slots // chunk_slots)
@@ -32,21 +35,26 @@ class SlotChunks:
 
     def has_memory(self, slot: int) -> bool:
         """Tell whether a slot is not lent."""
-        return self._chunks[slot // self._chunk_slots] is not None
+        return self._chunks[slot // self.chunk_slots] is not None
 
     def slot(self, slot: int) -> torch.Tensor:
         """View a slot, uint8 (record_bytes,). Raises RuntimeError for one that is lent."""
-        chunk = self._chunks[slot // self._chunk_slots]
+        return self.slots(slot, 1)[0]
+
+    def slots(self, slot: int, count: int) -> torch.Tensor:
+        """View neighbours of one chunk, uint8 (count, record_bytes), from a slot on. Raises as slot() does."""
+        chunk = self._chunks[slot // self.chunk_slots]
         if chunk is None:
             raise RuntimeError(f"slot {slot} has no memory: it is lent")
-        return chunk[slot % self._chunk_slots]
+        begin = slot % self.chunk_slots
+        return chunk[begin : begin + count]
 
     def addresses(self) -> NDArray[np.int64]:
         """Give each slot's address, int64 (num_slots,), 0 for one that is lent."""
         addresses = np.zeros(self._num_slots, np.int64)
         for index, chunk in enumerate(self._chunks):
             if chunk is not None:
-                begin = index * self._chunk_slots
+                begin = index * self.chunk_slots
                 places = np.arange(len(chunk), dtype=np.int64)
                 addresses[begin : begin + len(chunk)] = chunk.data_ptr() + places * self._record_bytes
         return addresses
@@ -65,11 +73,11 @@ class SlotChunks:
         self._chunks = [None] * len(self._chunks)
 
     def _whole_chunks(self, slots: range) -> range:
-        last = len(self._chunks) if slots.stop >= self._num_slots else slots.stop // self._chunk_slots
-        return range(-(-slots.start // self._chunk_slots), last)
+        last = len(self._chunks) if slots.stop >= self._num_slots else slots.stop // self.chunk_slots
+        return range(-(-slots.start // self.chunk_slots), last)
 
     def _allocate(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
-            count = min(self._chunk_slots, self._num_slots - chunk * self._chunk_slots)
+            count = min(self.chunk_slots, self._num_slots - chunk * self.chunk_slots)
             shape = (count, self._record_bytes)
             self._chunks[chunk] = torch.empty(shape, dtype=torch.uint8, device=self._device)
