@@ -42,7 +42,7 @@ class SlotChunks:
         return self.slots(slot, 1)[0]
 
     def slots(self, slot: int, count: int) -> torch.Tensor:
-        """View neighbours of one chunk, uint8 (count, record_bytes), from a slot on. Raises as slot() does."""
+        """View neighbours of one chunk, from a slot on: uint8 (count, record_bytes). Raises RuntimeError."""
         chunk = self._chunks[slot // self.chunk_slots]
         if chunk is None:
             raise RuntimeError(f"slot {slot} has no memory: it is lent")
