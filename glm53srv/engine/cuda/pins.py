@@ -6,8 +6,8 @@
 exllamav3's vendored flash-linear-attention lists 5 to 36 configurations per kernel, and its autotuners choose
 by timing at the first prefill. Other choices give other sums: a measured pair of them had top-1 agreement
 0.989 (0xSero/glm53-flash-offload). So each autotuner is left one configuration: the file's, made by
-`glm53srv pin-triton` on a card of the same architecture, else the first of its list, which is slower by
-little and always the same.
+`glm53srv pin-triton` on a card of the same architecture, else the first of its list, which is always the
+same and perhaps slower.
 
 A file serves one architecture and one Triton: what fits into shared memory and what is fast depend on both.
 """
@@ -81,8 +81,8 @@ def find_pins(name: str, folders: Iterable[Path]) -> dict[str, Pin]:
         logger.info("triton pins=%d file=%s", len(pins), path)
         return pins
     logger.info(
-        "triton pins=none: %s is not in %s; each kernel takes its first configuration, which is slower by "
-        "little (`glm53srv pin-triton` makes the file)",
+        "triton pins=none: %s is not in %s; each kernel takes its first configuration, which may be slower "
+        "(`glm53srv pin-triton` makes the file)",
         name,
         " or ".join(str(folder) for folder in tried),
     )
