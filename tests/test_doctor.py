@@ -116,4 +116,4 @@ def test_doctor_looks_at_the_model_that_serve_would_take(
     demo_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--port", "0"]) == 0
-    assert f"   ok  checkpoint: {demo_model_dir}" in capsys.readouterr().out
+    assert f"   ok  checkpoint: {demo_model_dir}: the small demo model, 8 layers" in capsys.readouterr().out
