@@ -145,6 +145,10 @@ class Bench:
             self.positions[slot] += 1
         return tuple(rows)
 
+    def decode(self, slots: Sequence[int]) -> Any:
+        """Run one step of these streams."""
+        return self.step(decode=self.rows(slots))
+
     def release(self, *slots: int) -> None:
         self.step(release=slots)
 

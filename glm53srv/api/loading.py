@@ -58,7 +58,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
         served = _served_model(
             config, model_config, tokenizer, grammars, num_context_tokens, created=int(wall_clock())
         )
-        return Loaded(engine, served, summarise_running(config.engine, machine, engine.limits))
+        return Loaded(engine, served, summarise_running(config.engine, machine, engine))
 
     return load
 

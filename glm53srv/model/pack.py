@@ -31,7 +31,7 @@ from glm53srv.model.pack_tokenizer import EOS_TOKENS, PAD_TOKEN, SPECIAL_TOKENS,
 from glm53srv.model.safetensors_writer import NamedTensor, write_safetensors
 from glm53srv.model.tensor_needs import LM_HEAD, all_needs
 
-RANDOM_FORMAT = 1
+RANDOM_FORMAT = 2
 """Raised whenever the same seed would give other bytes."""
 
 Progress = Callable[[float, str], None]

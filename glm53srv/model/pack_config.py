@@ -20,6 +20,7 @@ def config_json(
         "dtype": "bfloat16",
         "model_type": "glm5_next",
         "text_config": _text_config(vocab_size, eos_ids, pad_id),
+        "vision_config": _vision_config(),
         "tie_word_embeddings": False,
         "image_token_id": token_ids["<|image|>"],
         "image_start_token_id": token_ids["<|begin_of_image|>"],
@@ -58,6 +59,31 @@ def processor_json() -> dict[str, Any]:
             "min_image_tokens": 4,
             "max_image_tokens": 64,
         }
+    }
+
+
+def _vision_config() -> dict[str, Any]:
+    """Give the smallest picture tower's sizes: exllamav3 wants them, nothing of it is in the files."""
+    return {
+        "model_type": "glm5_next_vision",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "depth": 1,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "image_size": 336,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": HIDDEN_SIZE,
+        "patch_size": 14,
+        "projection_intermediate_size": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
+        "spatial_merge_size": 2,
+        "swiglu_limit": 10.0,
+        "temporal_patch_size": 2,
     }
 
 

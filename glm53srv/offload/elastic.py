@@ -75,6 +75,10 @@ class ElasticLoan:
         return Resize(grow=grown)
 
 
+ACTIVATION_MARGIN = 1.15
+"""Measured bytes per token times this are planned for: a longer chunk may route less evenly."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoanParams:
     """activation_bytes_per_token: transients of a chunk, of which the reserve holds free_activation_bytes.
@@ -99,6 +103,21 @@ def loan_slots(
     beyond = num_tokens * params.activation_bytes_per_token - params.free_activation_bytes
     slots = max(0, -(-beyond // expert_bytes)) + (2 * plan.stage_slots if is_staged else 0)
     return min(-(-slots // plan.chunk_slots) * plan.chunk_slots, plan.elastic_slots)
+
+
+def fit_loan(peaks: list[tuple[int, int]]) -> LoanParams:
+    """Fit the memory of a chunk, a fixed part and one per token, to (tokens, bytes at most) of some chunks.
+
+    One chunk alone is taken as if nothing were fixed.
+    """
+    (few, low), (many, high) = peaks[0], peaks[-1]
+    per_token = (high - low) / (many - few) if many > few else high / max(1, many)
+    per_token = max(1.0, per_token)
+    fixed = max(0, int(low - few * per_token))
+    return LoanParams(
+        activation_bytes_per_token=int(per_token * ACTIVATION_MARGIN) + 1,
+        free_activation_bytes=max(0, LoanParams().free_activation_bytes - fixed),
+    )
 
 
 def max_chunk_tokens(plan: VramPlan, expert_bytes: int, params: LoanParams | None = None) -> int:

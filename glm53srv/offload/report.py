@@ -59,7 +59,8 @@ class HeatReport:
 class OffloadReport:
     """The offload as of the last step. hit_share: distinct experts served by a slot, of all; None before any.
 
-    num_lent: slots that a prefill holds. crew_expert_ms: mean over the CPU workers' jobs.
+    num_lent: slots that a prefill holds. crew_expert_ms: mean over the CPU workers' jobs. vram_bytes: memory
+    of the GPU that the process held after its last change, 0 without one.
     """
 
     kind: str
@@ -72,4 +73,5 @@ class OffloadReport:
     costs: CostReport
     crew_expert_ms: float
     crew_threads: int
+    vram_bytes: int = 0
     heat: HeatReport = field(default_factory=HeatReport)

@@ -72,12 +72,13 @@ def stage_layer(
     """Choose what a buffer of slots [first_slot, first_slot + num_slots) receives for a layer.
 
     table_row, heat_row: int32 (experts,), the layer's row of the residency and heat tables. All experts
-    that are not resident, hottest first (the lower number first among equals), as far as the buffer goes;
-    the rest is read in place.
+    that are not resident, the hottest (the lower number among equals) as far as the buffer goes; the rest is
+    read in place. In ascending order, so that neighbours at home are neighbours in the buffer and travel as
+    one copy.
     """
     missing = np.flatnonzero(table_row < 0).astype(np.int32)
     order = np.argsort(-heat_row[missing].astype(np.int64), kind="stable")[:num_slots]
-    experts = missing[order]
+    experts = np.sort(missing[order])
     slots = np.arange(first_slot, first_slot + len(experts), dtype=np.int32)
     return StagedLayer(experts + np.int32(layer * len(table_row)), slots)
 

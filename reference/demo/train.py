@@ -4,7 +4,7 @@
 
 Writes weights as bf16 in parts below 16 MiB (weights.0.bin, ...) with index.json beside them, and log.jsonl.
 The schedule ends when --steps or --seconds are used up, whichever comes first. --resume DIR starts from such
-weights with a fresh optimiser.
+weights, or from a quantised checkpoint, with a fresh optimiser.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from reference.demo.model import DemoModel, Functions, Packing, QuantLinear, Run
 from reference.demo.muon import Muon
 from reference.demo.packing import ALIGN, Rows, stream_rows
 from reference.demo.rendering import load_template, render_training_text
+from reference.demo.resume import is_checkpoint, load_checkpoint
 from reference.demo.shape import TINY, Shape
 from reference.demo.tokenizer import loss_mask_for, spelling_twins, token_id
 
@@ -183,7 +184,8 @@ class Trainer:
         self.device = options.device
         self.model = DemoModel(TINY if options.tiny else Shape()).to(self.device)
         if options.resume:
-            load_weights(self.model, Path(options.resume))
+            load = load_checkpoint if is_checkpoint(Path(options.resume)) else load_weights
+            load(self.model, Path(options.resume))
         self.functions = Functions()
         if self.device == "cuda":
             from reference.demo.kernels import gpu_functions
@@ -270,7 +272,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, help="directory for weights and log")
-    parser.add_argument("--resume", help="directory of weights to start from")
+    parser.add_argument("--resume", help="directory of weights, or of a checkpoint, to start from")
     parser.add_argument(
         "--join-twins", action="store_true", help="start words near their spelling behind a space (once)"
     )

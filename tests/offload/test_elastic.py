@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glm53srv.offload.elastic import ElasticLoan, Phase, Resize
+from glm53srv.offload.elastic import (
+    ACTIVATION_MARGIN,
+    ElasticLoan,
+    LoanParams,
+    Phase,
+    Resize,
+    fit_loan,
+)
 from glm53srv.offload.vram_plan import VramPlan
 
 PLAN = VramPlan(256, 32, 192, 48, 96, ())
@@ -109,3 +116,21 @@ def test_a_random_walk_conserves_slots() -> None:
         outside += change.shrink - change.grow
         assert outside == loan.num_lent <= PLAN.elastic_slots
         assert (loan.phase is Phase.FULL) == (loan.num_lent == 0)
+
+
+def test_memory_of_a_chunk_is_fitted_as_a_fixed_part_and_one_per_token() -> None:
+    fitted = fit_loan([(512, 100_000_000 + 512 * 300_000), (1024, 100_000_000 + 1024 * 300_000)])
+    assert fitted.activation_bytes_per_token == int(300_000 * ACTIVATION_MARGIN) + 1
+    assert fitted.free_activation_bytes == LoanParams().free_activation_bytes - 100_000_000
+
+
+def test_one_measured_chunk_counts_as_if_nothing_were_fixed() -> None:
+    fitted = fit_loan([(64, 64 * 1000)])
+    assert fitted.activation_bytes_per_token == int(1000 * ACTIVATION_MARGIN) + 1
+    assert fitted.free_activation_bytes == LoanParams().free_activation_bytes
+
+
+def test_a_longer_chunk_that_took_less_leaves_a_loan_that_is_none() -> None:
+    fitted = fit_loan([(512, 2**31), (1024, 2**30)])
+    assert fitted.activation_bytes_per_token >= 1
+    assert fitted.free_activation_bytes == 0

@@ -90,11 +90,11 @@ def test_random_orders_of_landing_never_break_the_buffers() -> None:
         assert not copying
 
 
-def test_a_buffer_takes_the_hottest_of_what_is_not_resident() -> None:
+def test_a_buffer_takes_the_hottest_of_what_is_not_resident_in_the_order_of_home() -> None:
     table = np.array([-1, 7, -1, -1, 3, -1], np.int32)
     heat = np.array([5, 99, 9, 5, 99, 0], np.int32)
     staged = stage_layer(2, table, heat, first_slot=40, num_slots=3)
-    assert staged.keys.tolist() == [2 * 6 + 2, 2 * 6 + 0, 2 * 6 + 3]
+    assert staged.keys.tolist() == [2 * 6 + 0, 2 * 6 + 2, 2 * 6 + 3]
     assert staged.slots.tolist() == [40, 41, 42]
 
 

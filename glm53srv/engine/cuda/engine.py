@@ -38,6 +38,7 @@ from glm53srv.engine.cuda.loading import (
 )
 from glm53srv.engine.cuda.model import PAGE_TOKENS, Chunk
 from glm53srv.engine.cuda.package import open_package
+from glm53srv.engine.cuda.watchdog import DeviceWatchdog
 from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.engine.slot_book import Slot, SlotBook, require
@@ -90,6 +91,7 @@ class CudaEngine:
         self._book: SlotBook[Any, Chunk] = SlotBook(self._limits)
         self._is_usable = True
         self._is_closed = False
+        self._watchdog = DeviceWatchdog()
         self._failed: dict[int, str] = {}  # slots whose prompt outgrew the card, and what is said of them
         self._step_ms = _FIRST_STEP_MS
 
@@ -198,13 +200,18 @@ class CudaEngine:
         if self._is_closed:
             return
         self._is_closed, self._is_usable = True, False
+        self._watchdog.close()
         self._book.slots.clear()
-        torch.cuda.synchronize(self._loaded.device)
-        self._offload.close()
-        for layer in self._loaded.layers:
-            layer.offload = None
-        self._model.unload()
-        torch.cuda.empty_cache()
+        try:
+            self._model.wait()
+            self._offload.close()
+            for layer in self._loaded.layers:
+                layer.offload = None
+            self._model.unload()
+        except RuntimeError as error:  # a device that failed stays failed; the process ends next
+            logger.error("the GPU could not be freed: %s", str(error).splitlines()[0])
+            self._loaded.arena.abandon()
+            return
         self._loaded.arena.close()
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -212,12 +219,15 @@ class CudaEngine:
         require(self._is_usable, "step after a failed step or after close")
         self._is_usable = False
         try:
+            self._watchdog.begin(f"step {plan.step_id}")
             with torch.inference_mode():
                 result = self._run(plan)
         except EngineError:
             raise
         except Exception as error:  # the contract: a step fails with EngineError, whatever went wrong inside
             raise EngineError(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._watchdog.end()
         self._is_usable = True
         return result
 
@@ -229,8 +239,9 @@ class CudaEngine:
         done = _Prefilled()
         if plan.prefill is not None:
             done = self._prefill(plan.prefill)
-            torch.cuda.synchronize(self._loaded.device)
+            self._model.wait()
         middle_s = time.perf_counter()
+        layers_s = _with_tail(done.layers_s, middle_s - begin_s)
         slot_ids = [row.slot for row in plan.decode]
         rows = [self._decode(plan.decode)] if plan.decode else []
         if plan.prefill is not None and done.last_row is not None:
@@ -245,6 +256,7 @@ class CudaEngine:
         stats = StepStats(
             prefill_s=middle_s - begin_s if plan.prefill is not None else 0.0,
             decode_s=end_s - middle_s if plan.decode else 0.0,
+            layers_s=layers_s,
         )
         return StepResult(plan.step_id, tuple(tokens), done.is_done, stats, done.prompt_logprobs)
 
@@ -266,19 +278,25 @@ class CudaEngine:
             try:
                 return self._run_slice(piece, slot)
             except torch.OutOfMemoryError as error:
-                logger.warning("prompt of slot %d dropped: %s", piece.slot, str(error).splitlines()[0])
-                slot.in_flight = None
-                self._failed[piece.slot] = (
-                    f"a prompt chunk of {len(piece.token_ids)} tokens at {piece.start_position} did not fit "
-                    "into GPU memory; use a shorter prompt, or a server with a smaller -chunk_size or -cs"
-                )
-                self._offload.end_chunk(is_more_waiting=False)
+                reason = str(error).splitlines()[0]
+            # Not inside the handler: until it ends, the error's frames hold the chunk's activations.
+            self._drop(piece, slot, reason)
         # The plans of a dropped prompt go on until its last chunk, the place for news about it.
         if piece.layer_end < self._limits.num_layers:
             slot.chunk, slot.next_layer = piece.token_ids, piece.layer_end
             return _Prefilled()
         slot.finish(piece)
         return _Prefilled(True, error=self._failed[piece.slot] if piece.is_last_chunk else None)
+
+    def _drop(self, piece: PrefillSlice, slot: Slot[Any, Chunk], reason: str) -> None:
+        """Give up a prompt and what its chunk holds."""
+        logger.warning("prompt of slot %d dropped: %s", piece.slot, reason)
+        slot.in_flight = None
+        self._failed[piece.slot] = (
+            f"a prompt chunk of {len(piece.token_ids)} tokens at {piece.start_position} did not fit into GPU "
+            "memory; use a shorter prompt, or a server with a smaller -chunk_size or -cs"
+        )
+        self._offload.end_chunk(is_more_waiting=False)
 
     def _run_slice(self, piece: PrefillSlice, slot: Slot[Any, Chunk]) -> _Prefilled:
         begin, end = piece.start_position, piece.start_position + len(piece.token_ids)
@@ -290,10 +308,12 @@ class CudaEngine:
             )
         chunk = slot.in_flight
         assert chunk is not None
-        self._model.run_layers(chunk, piece.layer_begin, piece.layer_end, wants_rows=len(judged) > 0)
+        layers_s = tuple(
+            self._model.run_layers(chunk, piece.layer_begin, piece.layer_end, wants_rows=len(judged) > 0)
+        )
         if piece.layer_end < self._limits.num_layers:
             slot.pause(piece, chunk)
-            return _Prefilled()
+            return _Prefilled(layers_s=layers_s)
         told: tuple[TokenLogprobs, ...] = ()
         last_row = None
         if piece.is_last_chunk or len(judged):
@@ -305,7 +325,7 @@ class CudaEngine:
         slot.finish(piece)
         del chunk  # its activations are the memory that is given back
         self._offload.end_chunk(is_more_waiting=not piece.is_last_chunk)
-        return _Prefilled(True, told, last_row)
+        return _Prefilled(True, told, last_row, layers_s=layers_s)
 
     def _judge(
         self, piece: PrefillSlice, chunk: Chunk, hidden: torch.Tensor, wanted: range
@@ -374,9 +394,17 @@ class CudaEngine:
 @dataclass(frozen=True, slots=True)
 class _Prefilled:
     """What a slice gave. is_done: its chunk left the last layer. last_row: float32 (1, vocabulary), of a last
-    chunk. error: in its place, why there is none."""
+    chunk. error: in its place, why there is none. layers_s: seconds of each layer."""
 
     is_done: bool = False
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     last_row: NDArray[np.float32] | None = None
     error: str | None = None
+    layers_s: tuple[float, ...] = ()
+
+
+def _with_tail(layers_s: tuple[float, ...], total_s: float) -> tuple[float, ...]:
+    """Give what a slice took beyond its layers' own seconds to the last of them: its kernels ran longest."""
+    if not layers_s:
+        return ()
+    return (*layers_s[:-1], max(layers_s[-1], total_s - sum(layers_s[:-1])))

@@ -35,16 +35,17 @@ from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
 from glm53srv.offload.device.gpu.registered import device_alias
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.options import OffloadOptions
-from glm53srv.offload.elastic import LoanParams, max_chunk_tokens
+from glm53srv.offload.elastic import LoanParams, fit_loan, max_chunk_tokens
 from glm53srv.offload.vram_plan import GIB, explain, plan_vram
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = 1024
-"""Chunk by which the activations' memory is measured: every expert is read over the link for it, once."""
-ACTIVATION_MARGIN = 1.15
-"""A longer chunk routes less evenly than its length says."""
-
+PROBE_TOKENS = (512, 1024)
+"""Chunks by which the activations' memory is measured: every expert is read over the link for each, once."""
+POLL_US = 100_000
+"""How long idle CPU workers poll before they park. The host rings when it begins to enqueue a step, and the
+device posts that step's first job when it gets there: behind the dense layers, or behind a step that still
+runs. A worker that has parked meanwhile looks again only after 100 ms."""
 CHUNK_SLOTS = 32
 """Slots of one allocation, which are lent together: 302 MB of GLM-5.3-Flash's experts."""
 
@@ -175,7 +176,7 @@ def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "
     fingerprint: of the routers, for kept heat. Raises MachineError.
     """
     geometry, wanted = loaded.arena.geometry, options.offload
-    loan = LoanParams(activation_bytes_per_token=_probe(loaded, options))
+    loan = _probe(loaded, options)
     lane = _hire(loaded, options)
     free = free_vram(loaded.device, options.vram_bytes)
     plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
@@ -192,10 +193,11 @@ def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "
     if chunk > PAGE_TOKENS:
         chunk = chunk // PAGE_TOKENS * PAGE_TOKENS
     logger.info(
-        "cuda free_gib=%.2f slots=%d activation_bytes_per_token=%d chunk_tokens=%d",
+        "cuda free_gib=%.2f slots=%d activation_bytes_per_token=%d free_activation_bytes=%d chunk_tokens=%d",
         free / GIB,
         plan.num_slots,
         loan.activation_bytes_per_token,
+        loan.free_activation_bytes,
         chunk,
     )
     for line in explain(plan):
@@ -227,24 +229,30 @@ def _calibrate(
     return found
 
 
-def _probe(loaded: LoadedModel, options: CudaOptions) -> int:
-    """Run a chunk and decode steps of every width, experts at home; gives a chunk's bytes per token."""
-    model, device = loaded.model, loaded.device
-    tokens = min(PROBE_TOKENS, options.max_chunk_tokens, options.num_pages * PAGE_TOKENS - 8)
-    pages = list(range(-(-(tokens + 8) // PAGE_TOKENS)))
+def _probe(loaded: LoadedModel, options: CudaOptions) -> LoanParams:
+    """Run chunks and decode steps of every width, experts at home; gives what a chunk's activations take."""
+    model = loaded.model
+    room = min(options.max_chunk_tokens, options.num_pages * PAGE_TOKENS - 8)
+    lengths = sorted({min(tokens, room) for tokens in PROBE_TOKENS})
+    pages = list(range(-(-(lengths[-1] + 8) // PAGE_TOKENS)))
     with torch.inference_mode():
-        for _ in range(2):  # the first run compiles and allocates statics
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            run_prompt(model, tokens, pages)
-            torch.cuda.synchronize(device)
-            peak = torch.cuda.max_memory_allocated(device) - before
+        run_prompt(model, lengths[-1], pages)  # compiles, and allocates what stays
+        peaks = [(tokens, _peak_of_prompt(loaded, tokens, pages)) for tokens in lengths]
         for width in range(1, options.max_streams + 1):
-            if width * len(pages) <= options.num_pages:
+            if width <= options.num_pages:
                 run_decode(model, width, 3)
-    return max(1, int(peak * ACTIVATION_MARGIN) // tokens)
+    return fit_loan(peaks)
+
+
+def _peak_of_prompt(loaded: LoadedModel, num_tokens: int, pages: list[int]) -> int:
+    device = loaded.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = int(torch.cuda.memory_allocated(device))
+    run_prompt(loaded.model, num_tokens, pages)
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
 
 
 def run_prompt(model: CudaModel, num_tokens: int, pages: list[int]) -> None:
@@ -280,6 +288,7 @@ def _hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
         wanted.crew_cpus,
         clamp=Clamp.ACTIVATION,
         limit=loaded.config.swiglu_limit,
+        poll_us=POLL_US,
         deadline_ms=wanted.deadline_ms,
     )
     return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension)

@@ -10,6 +10,7 @@ live between two modules: a decode step between two layers of a chunk changes no
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,21 +73,26 @@ class CudaModel:
             x = module.forward(module.prepare_for_device(x, params), params)
         return Chunk(ids, params, x, is_last)
 
-    def run_layers(self, chunk: Chunk, begin: int, end: int, *, wants_rows: bool) -> None:
+    def run_layers(self, chunk: Chunk, begin: int, end: int, *, wants_rows: bool) -> list[float]:
         """Run blocks [begin, end); behind the last one the chunk's states are advanced.
 
         wants_rows: some row's logits are wanted. Without it, and for a chunk that is not the last, the last
-        block stops behind its attention: nothing after it has a memory.
+        block stops behind its attention: nothing after it has a memory. Gives each block's seconds on the
+        host, which are the device's too where a sparse layer counts its rows there (more than 32 of them).
         """
         x, params = chunk.x, chunk.params
+        layers_s = []
         for index in range(begin, end):
+            begin_s = time.perf_counter()
             module = self._blocks[index]
             params["prefill"] = index == self.num_layers - 1 and not (chunk.is_last or wants_rows)
             x = module.forward(module.prepare_for_device(x, params), params)
+            layers_s.append(time.perf_counter() - begin_s)
         del params["prefill"]
         chunk.x = x
         if end == self.num_layers:
             self._advance(chunk.ids, params, self._model)
+        return layers_s
 
     def last_hidden(self, chunk: Chunk) -> torch.Tensor:
         """Give the normed rows of a chunk behind its last block, (1, tokens, hidden)."""
@@ -143,6 +149,11 @@ class CudaModel:
             "positions": None,
         }
 
+    def wait(self) -> None:
+        """Wait until the device has done all that was enqueued."""
+        torch.cuda.synchronize()
+
     def unload(self) -> None:
-        """Free weights and cache."""
+        """Free weights and cache; the device must be idle."""
         self._model.unload()
+        torch.cuda.empty_cache()

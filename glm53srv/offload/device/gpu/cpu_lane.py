@@ -16,6 +16,11 @@ from glm53srv.offload.device.gpu.registered import RegisteredMemory
 from glm53srv.offload.device.mailbox import DONE, HEADER_BYTES, POSTED, Mailbox, MailboxShape
 from glm53srv.offload.device.region import Region
 
+HAND_OVER_MS = 0.02
+"""From the device's post to the workers' start, and from their answer to the device's next kernel: 10 us each
+way on another machine (0xSero/glm53-flash-offload). Not timed here: a job of the host's goes another way,
+which takes ten times as long."""
+
 
 class CpuLane:
     """Owns mailbox and crew. Engine thread only.
@@ -85,16 +90,22 @@ class CpuLane:
         """Give (experts, ms) of each job with experts that this step posted; after the step's end."""
         answers = [self.mailbox.answer(seq) for seq in self._posted[-self._shape.num_cells :]]
         self._posted.clear()
-        return [(answer.num_experts, answer.elapsed_ms) for answer in answers if answer.num_experts]
+        return [
+            (answer.num_experts, answer.elapsed_ms + HAND_OVER_MS) for answer in answers if answer.num_experts
+        ]
 
-    def run_alone(self, layer: int, x: NDArray[np.float32], experts: NDArray[np.integer[Any]]) -> None:
-        """Run one job by the host's door, for x float32 (1, hidden); no step may be on its way."""
+    def run_alone(self, layer: int, x: NDArray[np.float32], experts: NDArray[np.integer[Any]]) -> float:
+        """Run one job by the host's door, for x float32 (1, hidden); gives the ms it would take a step.
+
+        No step may be on its way.
+        """
         picks = np.full((1, self._shape.max_picks), -1, np.int32)
         picks[0, : len(experts)] = experts
         weights = np.full(picks.shape, 0.125, np.float32)
         seq = self.crew.post(layer, x, picks, weights)
         self.crew.wait(seq, 1)
         self._next_seq = (seq + 1) & 0xFFFFFFFF  # the plans' jobs go on from there
+        return self.mailbox.answer(seq).elapsed_ms + HAND_OVER_MS
 
     def close(self) -> None:
         """End the workers; the stream must be idle. Idempotent."""

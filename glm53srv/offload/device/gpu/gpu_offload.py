@@ -112,6 +112,7 @@ class GpuOffload:
         self._heat = torch.zeros((layers, geometry.num_experts), dtype=torch.int32, device=device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
         self._num_tables = 0
+        self._vram_bytes = 0
         self._logs = HostLogs(self._log, self._lanes, self._counts)
         self._report: OffloadReport | None = None
         # Slices made once: a step asks for each of them, and making one costs a microsecond of the host.
@@ -144,6 +145,7 @@ class GpuOffload:
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
             self._send_heat()
+        self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._ledger)
         logger.info("offload slots=%d experts=%d", self.plan.num_slots, geometry.num_keys)
 
@@ -168,17 +170,21 @@ class GpuOffload:
             self.store.lend(range(self.policy.capacity + staged, self.policy.num_slots))
 
     def end_chunk(self, is_more_waiting: bool) -> None:
-        """End a chunk, finished or not, and give the loan back unless another chunk follows at once."""
+        """End a chunk, finished or not, and give the loan back unless another chunk follows at once.
+
+        Raises torch.OutOfMemoryError when the chunk's activations are still held; it may be called again.
+        """
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             chunk.abort()
             self.counts.num_staged += chunk.num_staged
-        grow = self._loan.end(is_more_waiting).grow
-        if grow:
+        if self._loan.num_lent and not is_more_waiting:
+            # The memory first: a loan that cannot be given back yet stays a loan, and is asked for again.
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
             self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
-            self.policy.grow(grow)
+        self.policy.grow(self._loan.end(is_more_waiting).grow)
+        self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._costs())
 
     def begin_decode(self, num_rows: int) -> None:
@@ -350,5 +356,6 @@ class GpuOffload:
             costs=ledger.report(policy.geometry.expert_bytes),
             crew_expert_ms=0.0 if lane is None else lane.stats().ms_per_expert,
             crew_threads=0 if lane is None else self._options.crew_threads,
+            vram_bytes=self._vram_bytes,
             heat=self._heat_keeper.report(),
         )

@@ -48,9 +48,7 @@ class GpuProbes:
     def _cpu(self, num_experts: int) -> float:
         assert self._lane is not None
         layer, experts = self._take(num_experts)
-        begin_s = time.perf_counter()
-        self._lane.run_alone(layer, self._x.float().cpu().numpy(), experts)
-        return (time.perf_counter() - begin_s) * 1e3
+        return self._lane.run_alone(layer, self._x.float().cpu().numpy(), experts)
 
     def _link(self, num_experts: int) -> float:
         layer, experts = self._take(num_experts)

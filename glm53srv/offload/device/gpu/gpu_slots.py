@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.copy_runs import runs_of
 from glm53srv.offload.device.gpu.registered import host_tensor
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.residency import ResidencyUpdate
@@ -142,20 +143,25 @@ class GpuSlots:
 
     def _copy(self, keys: list[int], slots: list[int]) -> torch.cuda.Event:
         with torch.cuda.stream(self.copy_stream):
-            for key, slot in zip(keys, slots, strict=True):
-                target = self._slot(slot)
+            for key, slot, count in runs_of(keys, slots, self._chunk_slots):
+                target = self._slots(slot, count)
                 if self._poisons:
                     target.fill_(POISON)
-                target.copy_(self._home[key], non_blocking=True)
+                target.copy_(self._home[key : key + count], non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.copy_stream)
         return event
 
     def _slot(self, slot: int) -> torch.Tensor:
+        return self._slots(slot, 1)[0]
+
+    def _slots(self, slot: int, count: int) -> torch.Tensor:
+        """View some slots of one chunk: uint8 (count, record_bytes)."""
         chunk = self._chunks[slot // self._chunk_slots]
         if chunk is None:
             raise RuntimeError(f"slot {slot} has no memory: it is lent")
-        return chunk[slot % self._chunk_slots]
+        begin = slot % self._chunk_slots
+        return chunk[begin : begin + count]
 
     def _whole_chunks(self, slots: range) -> range:
         return range(-(-slots.start // self._chunk_slots), slots.stop // self._chunk_slots)

@@ -1,0 +1,77 @@
+"""Say where a decode step's and a prefill chunk's time goes: kernels, copies, and the gaps between them.
+
+    python -m bench.cuda.profile_step --config DIR --mode fast --layers 15
+
+Takes the options of bench.cuda.full_size. Runs steps under torch's profiler and adds up intervals of the
+device: compute (kernels), copies, both at once, neither. "neither" is the device waiting for the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.cuda.full_size import Bench, build, parse, say, write_model_dir
+from bench.cuda.intervals import Interval, lanes_of
+
+
+def profile(what: str, work: Callable[[], Any], num_steps: int) -> None:
+    """Run work under the profiler and print its lanes and its longest kernels, per step."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(num_steps):
+            work()
+        torch.cuda.synchronize()
+    kernels: list[Interval] = []
+    copies: list[Interval] = []
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        interval = (float(event.time_range.start), float(event.time_range.end))
+        is_copy = event.name.startswith(("Memcpy", "Memset"))
+        (copies if is_copy else kernels).append(interval)
+        by_name[event.name].append(interval[1] - interval[0])
+    lanes = lanes_of(kernels, copies)
+    say(
+        f"{what}: {lanes.span / 1e3 / num_steps:.1f} ms, kernels {lanes.compute / lanes.span:.0%}, copies "
+        f"{lanes.copies / lanes.span:.0%}, both {lanes.both / lanes.span:.0%}, neither "
+        f"{lanes.neither / lanes.span:.0%}"
+    )
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:18]:
+        say(f"    {sum(times) / 1e3 / num_steps:9.2f} ms {len(times) / num_steps:8.1f} x  {name[:88]}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = parse(argv)
+    with tempfile.TemporaryDirectory() as directory:
+        write_model_dir(given.config, Path(directory), given.layers)
+        engine, _ = build(given, Path(directory))
+        bench = Bench(engine)
+        for width in given.streams:
+            slots = list(range(width))
+            for slot in slots:
+                bench.prefill_s(slot, 96)
+            for _ in range(given.warm):
+                bench.step(decode=bench.rows(slots))
+            profile(f"decode of {width}", functools.partial(bench.decode, slots), 8)
+            bench.release(*slots)
+        for length in given.prefill:
+            bench.prefill_s(0, length)
+            bench.release(0)
+            profile(f"prefill of {length}", functools.partial(bench.prefill_s, 0, length), 1)
+            bench.release(0)
+        engine.close()
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,165 @@
+"""The CUDA engine's steps over a model and an offload that need no GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch, as make test-triton installs it")
+
+from glm53srv.engine.base import StepPlan
+from glm53srv.errors import EngineError
+from glm53srv.request import PromptLogprobs
+from tests.engine.cuda.fakes import NUM_LAYERS, VOCAB, FakeModel, FakeOffload, logits_after, make_engine
+from tests.engine.plans import Driver, Stream
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.model, self.offload = FakeModel(), FakeOffload()
+        self.engine = make_engine(self.model, self.offload)
+        self.driver = Driver(self.engine)
+
+    def stream(self, slot: int, length: int) -> Stream:
+        return Stream(slot, tuple((7 * slot + i) % VOCAB for i in range(length)), (2 * slot, 2 * slot + 1))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.engine.close()
+
+
+def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
+    """Give what greedy decoding of the fake model says."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logits_after(tokens)[:VOCAB].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 5)])
+def test_any_cut_of_chunks_and_layers_gives_the_models_own_tokens(
+    bench: Bench, cuts: tuple[int, ...]
+) -> None:
+    stream = bench.stream(0, 40)
+    bench.driver.prefill(stream, 16, cuts)
+    bench.driver.decode([stream], 5)
+    assert stream.output == greedy(stream.prompt, 6)
+
+
+def test_streams_beside_each_other_keep_their_own_tokens(bench: Bench) -> None:
+    first, second = bench.stream(0, 5), bench.stream(1, 33)
+    bench.driver.prefill(first)
+    bench.driver.prefill(second, 16, (3,), beside=[first])
+    bench.driver.decode([second, first], 3)
+    assert first.output == greedy(first.prompt, len(first.output))
+    assert second.output == greedy(second.prompt, 4)
+
+
+def test_the_offload_sees_brackets_in_order(bench: Bench) -> None:
+    stream = bench.stream(0, 20)
+    bench.driver.prefill(stream, 16, (2,))
+    bench.driver.decode([stream], 1)
+    assert bench.offload.calls == [
+        *("chunk 16", "end more", "chunk 4", "end last"),
+        *("decode 1", "enqueued", "finished"),
+    ]
+
+
+def test_only_a_last_or_judged_chunk_runs_the_last_layer_whole(bench: Bench) -> None:
+    stream = bench.stream(0, 40)
+    stream.prompt_logprobs = PromptLogprobs(20, 2)
+    bench.driver.prefill(stream, 16)
+    assert bench.model.wanted_rows == [False, True, True]
+    assert len(stream.judged) == 20
+
+
+def test_a_prompt_is_judged_by_the_token_before(bench: Bench) -> None:
+    stream = bench.stream(0, 12)
+    stream.prompt_logprobs = PromptLogprobs(1, 1)
+    bench.driver.prefill(stream, 5)
+    for position, judged in enumerate(stream.judged, start=1):
+        best = int(logits_after(stream.prompt[:position])[:VOCAB].argmax())
+        assert judged.top[0][0] == best
+
+
+def test_release_frees_a_state_once_and_ends_its_chunk(bench: Bench) -> None:
+    stream = bench.stream(0, 40)
+    pieces = stream.slices(bench.engine, 16, (3,))
+    for piece in pieces[:3]:
+        bench.driver.step(piece)
+    bench.driver.release([stream])
+    bench.driver.release([stream])
+    assert bench.model.num_states == 0
+    assert bench.offload.calls[-1] == "end last"
+    other = bench.stream(1, 3)
+    bench.driver.prefill(other)
+    assert other.output == greedy(other.prompt, 1)
+
+
+def test_each_layer_of_a_slice_has_its_time(bench: Bench) -> None:
+    stream = bench.stream(0, 10)
+    result = bench.driver.step(stream.slices(bench.engine, 16, (4,))[0])
+    assert len(result.stats.layers_s) == 4
+    assert sum(result.stats.layers_s) >= result.stats.prefill_s * 0.99
+
+
+@pytest.mark.parametrize("layer", [0, NUM_LAYERS - 1])
+def test_a_prompt_that_outgrows_the_card_ends_alone(
+    bench: Bench, layer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    neighbour, stream = bench.stream(0, 4), bench.stream(1, 40)
+    bench.driver.prefill(neighbour)
+    bench.model.fails_at = layer
+    results = []
+    for piece in stream.slices(bench.engine, 16, (3,)):
+        results.append(bench.driver.step(piece, [neighbour]))
+        neighbour.take(results[-1].tokens[0])
+    *before, last = results
+    assert all(len(result.tokens) == 1 for result in before)
+    assert [result.prefill_done for result in results] == [False, True] * 3
+    assert last.tokens[1].slot == 1
+    assert "did not fit into GPU memory" in str(last.tokens[1].error)
+    assert "prompt of slot 1 dropped: out of memory, tried to allocate much" in caplog.text
+    assert "and more" not in caplog.text
+    bench.driver.release([stream])
+    assert bench.model.num_states == 1
+    again = bench.stream(1, 20)
+    bench.driver.prefill(again, beside=[neighbour])
+    assert again.output == greedy(again.prompt, 1)
+    assert neighbour.output == greedy(neighbour.prompt, len(neighbour.output))
+
+
+def test_memory_that_runs_out_in_decode_ends_the_engine(bench: Bench) -> None:
+    stream = bench.stream(0, 4)
+    bench.driver.prefill(stream)
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench.model.decode = fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(EngineError, match=r"step .* failed: RuntimeError: CUDA error"):
+        bench.driver.decode([stream], 1)
+    with pytest.raises(EngineError, match="after a failed step"):
+        bench.engine.step(StepPlan(99))
+
+
+def test_close_frees_in_order_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.engine.close()
+    bench.engine.close()
+    assert bench.offload.calls == ["close"]
+    assert bench.model.is_unloaded
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    broken = Bench()
+    broken.model.wait = lost  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR):
+        broken.engine.close()
+    assert "the GPU could not be freed: CUDA error: unspecified launch failure" in caplog.text
