@@ -33,8 +33,8 @@ DRIVER_BYTES = 310 * MIB
 
 SCRATCH_BYTES = int(1.55 * GIB)
 """CUDA context, kernels, their scratch, graphs and what the allocator cannot use: the 22,730 MiB in use of
-the same run, less its 1,376 slots and the lines above for 131,072 tokens and four streams. Not measured with
-this server."""
+the same run, less its 1,376 slots and the lines above for 131,072 tokens and four streams. This server on an
+H200 held to 24 GiB left 13.81 GiB free, which makes 1.56 (bench/results/2026-11-29-h200.md)."""
 
 PROCESS_BYTES = int(3.2 * GIB)
 """Python, torch, CUDA's host side and the objects of 36,288 linears: the 119.3 GB that a server with one copy
