@@ -13,7 +13,8 @@
     glm53srv pin-triton [--out FILE] [--layers N] [options]
                                               choose the GPU's Triton kernels by timing, once, for all starts
 
-serve and generate take the small demo model that comes with the package when no model is named.
+serve, generate, doctor and config take the small demo model that comes with the package when no model is
+named; doctor --plan takes the published one.
 
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
 failed; 6 the download; 1 anything else; 128 + n ended by signal n, before the port was open or a second time.
@@ -120,6 +121,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 def _doctor(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.doctor.examine import examine
     from glm53srv.doctor.findings import as_json, exit_code, report
     from glm53srv.doctor.plan import PlanFlags, make_plan
@@ -127,9 +129,14 @@ def _doctor(probe: Probe, argv: Sequence[str]) -> int:
 
     words, switches = take_flags(argv, {}, ("--json", "--plan"))
     flags, rest = PlanFlags.take(words)
-    config = load_config(rest, num_cores=probe.facts().num_physical_cores, needs_model=False)
-    is_json = "--json" in switches
-    if "--plan" in switches:
+    is_plan, is_json = "--plan" in switches, "--json" in switches
+    config = load_config(
+        rest,
+        num_cores=probe.facts().num_physical_cores,
+        needs_model=False,
+        default_model=None if is_plan else find_demo_model(),  # as serve; a plan is for the full model
+    )
+    if is_plan:
         plan = make_plan(config, probe, flags)
         print(json.dumps(plan.as_json(), indent=2) if is_json else plan.text())
         return plan.exit_code
@@ -143,11 +150,19 @@ def _doctor(probe: Probe, argv: Sequence[str]) -> int:
 def _config(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import process_environment
     from glm53srv.config_command import show_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.flags import take_flags
 
     rest, switches = take_flags(argv, {}, ("--json",))
     num_cores = probe.facts().num_physical_cores
-    print(show_config(rest, process_environment(), num_cores, is_json="--json" in switches))
+    shown = show_config(
+        rest,
+        process_environment(),
+        num_cores,
+        is_json="--json" in switches,
+        default_model=find_demo_model(),
+    )
+    print(shown)
     return 0
 
 
