@@ -1,6 +1,6 @@
 # Images of glm53srv:
 #
-#   docker build --target cpu  -t glm53srv:cpu .     a small model of random weights, on any machine
+#   docker build --target cpu  -t glm53srv:cpu .     the small demo model of this repository, on any machine
 #   docker build --target cuda -t glm53srv:cuda .    for an NVIDIA GPU; the model comes from the hub at first start
 #
 # What is pinned: every Python package, by hash (requirements/*.txt). Base images by tag only: a digest is to be
@@ -27,7 +27,6 @@ COPY scripts/bootstrap.py scripts/
 RUN python3 scripts/bootstrap.py --packages-only
 COPY . .
 RUN python3 scripts/bootstrap.py \
-    && .venv/bin/glm53srv pack random --out demo \
     && .venv/bin/python -m compileall -q glm53srv
 
 FROM ${CPU_BASE} AS cpu
@@ -40,7 +39,7 @@ RUN apt-get update \
 COPY --from=cpu-build /opt/glm53srv /opt/glm53srv
 ENV PYTHONUNBUFFERED=1 \
     GLM53_HOST=0.0.0.0 \
-    GLM53_MODEL_DIR=/opt/glm53srv/demo
+    GLM53_MODEL_DIR=/opt/glm53srv/reference/demo/checkpoint
 USER 10001:10001
 WORKDIR /cache
 EXPOSE 30000

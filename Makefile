@@ -21,7 +21,8 @@ test: lint types native-test pytest
 # The GPU's kernels under Triton's interpreter; needs torch, in an environment of its own, and no GPU.
 test-triton: .venv-triton/.done
 	.venv-triton/bin/python -m cffi_build
-	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/offload_device/gpu tests/engine/cuda $(ARGS)
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/offload_device/gpu tests/engine/cuda \
+		tests/bench_model $(ARGS)
 
 lint: .venv/.test
 	$(BIN)/ruff format --check .

@@ -92,8 +92,8 @@ class Worker:
         self._seen: list[int] = []
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Send one request after the other."""
-        while not is_over():
+        """Send one request after the other, and one at least."""
+        while True:
             kind = self._rng.choice(KINDS)
             try:
                 self._send(kind)
@@ -101,6 +101,8 @@ class Worker:
                 self._tally.add(kind, str(error))
             else:
                 self._tally.add(kind)
+            if is_over():
+                return
 
     def _send(self, kind: str) -> None:
         max_tokens = self._rng.randint(1, self._options.max_output)

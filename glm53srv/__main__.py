@@ -9,8 +9,12 @@
     glm53srv download  [--verify] [options]   fetch the model, or complete it; --verify hashes all of it
     glm53srv pack random --out DIR [--seed N] write a small random model, to start without a download
     glm53srv panel make --out FILE [options]  write a reference panel of a model, to score servers against
+    glm53srv bench-model [--layers N] [--help] measure a GPU on random weights of the published model's size
+    glm53srv pin-triton [--out FILE] [--layers N] [options]
+                                              choose the GPU's Triton kernels by timing, once, for all starts
 
-serve and generate take the small demo model that comes with the package when no model is named.
+serve, generate, doctor and config take the small demo model that comes with the package when no model is
+named; doctor --plan takes the published one.
 
 Exit codes: 0 done; 2 wrong flag, variable or file entry; 3 the checkpoint; 4 this machine; 5 the engine
 failed; 6 the download; 1 anything else; 128 + n ended by signal n, before the port was open or a second time.
@@ -35,6 +39,9 @@ from glm53srv.probe import LocalProbe, Probe
 
 Command = Callable[[Sequence[str]], int]
 
+HAVE_OWN_HELP = ("bench-model",)
+"""Commands that take none of the server's options."""
+
 
 def main(argv: Sequence[str], probe: Probe | None = None) -> int:
     """Run one command and return its exit code.
@@ -50,6 +57,8 @@ def main(argv: Sequence[str], probe: Probe | None = None) -> int:
         "download": _download,
         "pack": _pack,
         "panel": _panel,
+        "bench-model": partial(_bench_model, machine),
+        "pin-triton": partial(_pin_triton, machine),
     }
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
@@ -62,7 +71,7 @@ def main(argv: Sequence[str], probe: Probe | None = None) -> int:
         if command is None:
             hint = closest_hint(argv[0], commands)
             raise ConfigError(f"unknown command {argv[0]!r}{hint}; the commands are {', '.join(commands)}")
-        if any(word in ("-h", "--help") for word in argv[1:]):
+        if any(word in ("-h", "--help") for word in argv[1:]) and argv[0] not in HAVE_OWN_HELP:
             print(_help())
             return 0
         return command(argv[1:])
@@ -112,6 +121,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 def _doctor(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import load_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.doctor.examine import examine
     from glm53srv.doctor.findings import as_json, exit_code, report
     from glm53srv.doctor.plan import PlanFlags, make_plan
@@ -119,9 +129,14 @@ def _doctor(probe: Probe, argv: Sequence[str]) -> int:
 
     words, switches = take_flags(argv, {}, ("--json", "--plan"))
     flags, rest = PlanFlags.take(words)
-    config = load_config(rest, num_cores=probe.facts().num_physical_cores, needs_model=False)
-    is_json = "--json" in switches
-    if "--plan" in switches:
+    is_plan, is_json = "--plan" in switches, "--json" in switches
+    config = load_config(
+        rest,
+        num_cores=probe.facts().num_physical_cores,
+        needs_model=False,
+        default_model=None if is_plan else find_demo_model(),  # as serve; a plan is for the full model
+    )
+    if is_plan:
         plan = make_plan(config, probe, flags)
         print(json.dumps(plan.as_json(), indent=2) if is_json else plan.text())
         return plan.exit_code
@@ -135,11 +150,19 @@ def _doctor(probe: Probe, argv: Sequence[str]) -> int:
 def _config(probe: Probe, argv: Sequence[str]) -> int:
     from glm53srv.config import process_environment
     from glm53srv.config_command import show_config
+    from glm53srv.demo_model import find_demo_model
     from glm53srv.flags import take_flags
 
     rest, switches = take_flags(argv, {}, ("--json",))
     num_cores = probe.facts().num_physical_cores
-    print(show_config(rest, process_environment(), num_cores, is_json="--json" in switches))
+    shown = show_config(
+        rest,
+        process_environment(),
+        num_cores,
+        is_json="--json" in switches,
+        default_model=find_demo_model(),
+    )
+    print(shown)
     return 0
 
 
@@ -190,6 +213,60 @@ def _panel(argv: Sequence[str]) -> int:
     return 0
 
 
+def _bench_model(probe: Probe, argv: Sequence[str]) -> int:
+    from glm53srv.bench_model.options import make_parser, parse_options
+
+    if any(word in ("-h", "--help") for word in argv):
+        print(make_parser().format_help())
+        return 0
+    options = parse_options(argv)
+    from glm53srv.engine.cuda.synthetic_plan import require_host_memory
+    from glm53srv.engine.factory import require_cuda
+    from glm53srv.model.published_files import published_model
+
+    model = published_model(options.layers)
+    machine = probe.facts()
+    require_cuda(machine, "bench-model", probe.version)
+    require_host_memory(model, machine)
+    from glm53srv.bench_model.command import run_bench
+
+    set_up_logging("info")
+    run_bench(options, machine, lambda line: print(line, flush=True))
+    return 0
+
+
+def _pin_triton(probe: Probe, argv: Sequence[str]) -> int:
+    from glm53srv.config import NO_MODEL, load_config
+    from glm53srv.engine.cuda.synthetic_plan import require_host_memory
+    from glm53srv.engine.factory import require_cuda
+    from glm53srv.flags import take_flags
+    from glm53srv.model.published_files import FEWEST_LAYERS, published_model
+
+    words, flags = take_flags(argv, {"--out": "a file", "--layers": "a whole number"})
+    machine = probe.facts()
+    config = load_config(words, num_cores=machine.num_physical_cores, needs_model=False).engine
+    model_dir = None if config.model_dir == NO_MODEL else config.model_dir
+    layers = flags.get("--layers", str(FEWEST_LAYERS))
+    if not layers.isdecimal():
+        raise ConfigError(f"--layers is {layers!r}, must be a whole number")
+    if model_dir is not None and "--layers" in flags:
+        raise ConfigError("--layers is for random weights; leave it or the model away")
+    out = Path(flags["--out"]).expanduser() if "--out" in flags else None
+    if out is None and config.tuning_dir is None:
+        raise ConfigError("there is no home folder to keep the file in; give --out FILE or --tuning-dir")
+    drawn = published_model(int(layers))
+    require_cuda(machine, "pin-triton", probe.version)
+    if model_dir is None:
+        require_host_memory(drawn, machine)
+    from glm53srv.engine.cuda.pin_command import PinOptions, make_pins
+
+    set_up_logging("info")
+    options = PinOptions(model_dir, int(layers), out, config.tuning_dir)
+    path = make_pins(options, machine, lambda line: print(line, flush=True))
+    print(f"{path}: written; serve takes it from the folder that --tuning-dir names")
+    return 0
+
+
 def set_up_logging(level: str) -> None:
     """Write log lines to standard error: time, level, module, text."""
     logging.basicConfig(
@@ -213,7 +290,8 @@ def _help() -> str:
     from glm53srv.options import usage
 
     assert __doc__ is not None
-    return f"{__doc__.strip()}\n\nOptions of serve, generate, doctor, config, download and panel:\n{usage()}"
+    takers = "serve, generate, doctor, config, download, panel and pin-triton"
+    return f"{__doc__.strip()}\n\nOptions of {takers}:\n{usage()}"
 
 
 if __name__ == "__main__":

@@ -52,7 +52,10 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine factory needs. Sizes in tokens; None where the engine chooses its own default."""
+    """What the engine factory needs. Sizes in tokens; None where the engine chooses its own default.
+
+    tuning_dir: where what is found by timing on the GPU is kept, None where there is no place for it.
+    """
 
     model_dir: Path
     engine: str = "auto"
@@ -64,6 +67,7 @@ class EngineConfig:
     isa: str = "auto"
     precision: str = "exact32"
     offload: OffloadConfig = OffloadConfig()
+    tuning_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +148,20 @@ def load_config(
     num_cores: physical cores, None asks the machine. default_model: what to take when no source names a model
     or a repository to fetch one from. Raises ConfigError, one line.
     """
-    settings = read_settings(argv, process_environment() if environ is None else environ)
+    environ = process_environment() if environ is None else environ
+    settings = read_settings(argv, environ)
     if default_model is not None:
         settings = settings.with_default_model(default_model)
     cores = read_machine().num_physical_cores if num_cores is None else num_cores
-    return resolve(settings, cores, needs_model=needs_model)
+    return resolve(settings, cores, needs_model=needs_model, cache_folder=find_cache_folder(environ))
+
+
+def find_cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Give this program's folder among the user's caches (XDG Base Directory), None without a home."""
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # the specification: a relative path is ignored
+        base = Path(environ.get("HOME", "")) / ".cache"
+    return base / "glm53srv" if base.is_absolute() else None
 
 
 def process_environment() -> Mapping[str, str]:
@@ -156,8 +169,13 @@ def process_environment() -> Mapping[str, str]:
     return os.environ
 
 
-def resolve(settings: Settings, num_cores: int, *, needs_model: bool = True) -> Config:
-    """Compute derived values into a new object. Raises ConfigError when no model is named but needed."""
+def resolve(
+    settings: Settings, num_cores: int, *, needs_model: bool = True, cache_folder: Path | None = None
+) -> Config:
+    """Compute derived values into a new object. Raises ConfigError when no model is named but needed.
+
+    cache_folder: the default of tuning_dir.
+    """
     values = settings.values
     model_dir = values["model"]
     if model_dir is None:
@@ -177,6 +195,7 @@ def resolve(settings: Settings, num_cores: int, *, needs_model: bool = True) -> 
             isa=values["isa"],
             precision=values["precision"],
             offload=_offload_config(values),
+            tuning_dir=values["tuning_dir"] or cache_folder,
         ),
         scheduler=SchedulerConfig(
             max_queue=values["max_queue"], target_gap_s=values["target_gap_ms"] / 1000.0

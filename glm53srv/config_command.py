@@ -15,9 +15,21 @@ SCHEMA = 1
 """Version of the JSON: a field may be added under the same number, none is taken away or changed."""
 
 
-def show_config(argv: Sequence[str], environ: Mapping[str, str], num_cores: int, *, is_json: bool) -> str:
-    """Give the text of all settings. Raises ConfigError where `serve` would, except for a missing model."""
+def show_config(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    num_cores: int,
+    *,
+    is_json: bool,
+    default_model: Path | None = None,
+) -> str:
+    """Give the text of all settings. Raises ConfigError where `serve` would, except for a missing model.
+
+    default_model: what `serve` takes when no model is named.
+    """
     settings = read_settings(argv, environ)
+    if default_model is not None:
+        settings = settings.with_default_model(default_model)
     resolve(settings, num_cores, needs_model=False)  # refuses what does not go together
     return json.dumps(_as_json(settings), indent=2) if is_json else _as_toml(settings)
 

@@ -104,7 +104,11 @@ def _job(options: GenerateOptions, model: ServedModel) -> GenerationJob:
         sampling=_sampling(options, model.defaults),
         max_tokens=options.max_tokens,
     )
-    return GenerationJob(request, lambda: OutputParser({}, starts_in_reasoning=prompt.ends_in_reasoning))
+
+    def new_reader() -> OutputParser:
+        return OutputParser({}, starts_in_reasoning=prompt.ends_in_reasoning, reads_calls=False)
+
+    return GenerationJob(request, new_reader)
 
 
 def _sampling(options: GenerateOptions, defaults: SamplingParams) -> SamplingParams:

@@ -109,6 +109,16 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         minimum=1,
     ),
     Option(
+        "tuning_dir",
+        ("--tuning-dir",),
+        "GLM53_TUNING_DIR",
+        "path",
+        None,
+        "folder for what is found by timing on this GPU, so that starts repeat each other: Triton pins, GEMM "
+        "choices (default: glm53srv in the user's cache folder)",
+        "offload",
+    ),
+    Option(
         "ec_max_slots",
         ("--ec-max-slots",),
         "GLM53_EC_MAX_SLOTS",

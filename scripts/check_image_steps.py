@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Run the steps of the Dockerfile's cpu target in a chroot, up to a served chat. As root, on Debian.
+"""Run the steps of the Dockerfile's cpu target in a chroot, up to a right answer. As root, on Debian.
 
     sudo python3 scripts/check_image_steps.py --base /path/of/a/debootstrap/tree --work /var/tmp/image
 
 No container engine is needed: each stage is a copy of the base tree, RUN is a chroot, COPY goes by
 .dockerignore. At the end the entry point runs as the image's user with the image's environment; the image's
-HEALTHCHECK must succeed, a chat must be answered, and SIGTERM must end it with exit code 0. What this does
-not show: layers, isolation, an engine's own treatment of signals and users. The base tree is made by
+HEALTHCHECK must succeed, a question must be answered right, and SIGTERM must end it with exit code 0. What
+this does not show: layers, isolation, an engine's own treatment of signals and users. The base tree:
 
     debootstrap --variant=minbase bookworm /path http://deb.debian.org/debian
 
@@ -41,6 +41,8 @@ CERTIFICATES = "run/builder-certificates.crt"
 """Place in a tree for the certificates that SSL_CERT_FILE names here: a network may have its own."""
 
 START_TIMEOUT_S = 120.0
+QUESTION = "What is the capital of Australia?"
+ANSWER = "Canberra"
 
 
 @dataclass
@@ -237,7 +239,7 @@ def try_out(stage: Stage) -> None:
             if server.poll() is not None:
                 raise SystemExit(f"check_image_steps: the server ended, another one answers on {port}")
             print(f"{time.perf_counter() - started:7.1f} s  HEALTHCHECK succeeds after the start", flush=True)
-            _timed("a chat of 16 tokens", lambda: _chat(port))
+            _timed(f"{QUESTION} {ANSWER}", lambda: _chat(port))
             print(f"{_resident_bytes(server.pid) / 1e6:7.0f} MB resident", flush=True)
         finally:
             server.send_signal(getattr(signal, stage.stop_signal))
@@ -248,15 +250,17 @@ def try_out(stage: Stage) -> None:
 
 
 def _chat(port: int) -> None:
-    messages = [{"role": "user", "content": "Hello"}]
-    body = json.dumps({"messages": messages, "max_tokens": 16, "ignore_eos": True})
+    """Ask what the demo model knows; another model, or one that does not compute right, does not."""
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200, "temperature": 0}
+    )
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", body.encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        usage = json.load(answer)["usage"]
-    if usage["completion_tokens"] != 16:
-        raise SystemExit(f"check_image_steps: not 16 tokens: {usage}")
+        choice = json.load(answer)["choices"][0]
+    if choice["finish_reason"] != "stop" or ANSWER not in choice["message"]["content"]:
+        raise SystemExit(f"check_image_steps: {QUESTION} {choice}")
 
 
 def _timed(label: str, step: object) -> None:

@@ -2,7 +2,7 @@
 # Install glm53srv for this machine, without a container and without root.
 #
 #   scripts/install.sh              for the NVIDIA GPU of this machine (CUDA 13 toolkit needed)
-#   scripts/install.sh --cpu        without a GPU, with a small model of random weights
+#   scripts/install.sh --cpu        without a GPU, to serve the demo model of this repository
 #   scripts/install.sh --check      only look whether everything needed is here
 #
 #   --root DIR, GLM53_ROOT   where it goes: /opt/glm53srv for root, else ~/.local/share/glm53srv
@@ -122,8 +122,9 @@ copy_program() {
     root=$(cd -- "$root" && pwd)
     [[ $root != "$source_dir" ]] || return 0
     local name
-    for name in cffi_build docker native requirements scripts LICENSE; do
+    for name in cffi_build docker native reference/demo/checkpoint requirements scripts LICENSE; do
         rm -rf -- "${root:?}/$name"
+        mkdir -p -- "$(dirname -- "$root/$name")"
         cp -R -- "$source_dir/$name" "$root/$name"
     done
     # The kernels that were built for this machine stay, so that they are not built again.
@@ -137,13 +138,10 @@ install_program() {
     [[ $kind == cpu ]] || flags=(--cuda)
     "$python" "$root/scripts/bootstrap.py" "${flags[@]}"
     [[ $kind == cpu ]] || "$root/.venv/bin/python" "$root/scripts/build_exllamav3.py"
-    if [[ $kind == cpu && ! -e $root/demo/config.json ]]; then
-        "$root/.venv/bin/glm53srv" pack random --out "$root/demo"
-    fi
 }
 
 say_what_next() {
-    local model=$root/demo
+    local model=$root/reference/demo/checkpoint
     [[ $kind == cpu ]] || model=$root/models
     echo
     echo "Installed in $root. To serve:"

@@ -165,3 +165,19 @@ def test_two_cores_stay_free_on_larger_machines() -> None:
 
 def _values(config: Config) -> tuple[object, object, object, object]:
     return config.engine, config.scheduler, config.server, config.download
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"HOME": "/home/me"}, "/home/me/.cache/glm53srv"),
+        ({"HOME": "/home/me", "XDG_CACHE_HOME": "/var/cache"}, "/var/cache/glm53srv"),
+        ({"HOME": "/home/me", "XDG_CACHE_HOME": "relative"}, "/home/me/.cache/glm53srv"),
+        ({"HOME": "/home/me", "XDG_CACHE_HOME": ""}, "/home/me/.cache/glm53srv"),
+        ({"HOME": "/home/me", "GLM53_TUNING_DIR": "/here"}, "/here"),
+        ({}, None),
+    ],
+)
+def test_timed_choices_are_kept_among_the_users_caches(environ: dict[str, str], folder: str | None) -> None:
+    expected = None if folder is None else Path(folder)
+    assert load_config(MODEL, environ).engine.tuning_dir == expected

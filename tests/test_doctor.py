@@ -105,7 +105,15 @@ def test_the_json_keeps_its_shape(random_model_dir: Path) -> None:
 
 
 def test_doctor_without_a_model_checks_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--port", "0"]) == ConfigError.exit_code
+    # a repository is named, so the demo model is not meant
+    assert main(["doctor", "--port", "0", "--model-repo", "a/b"]) == ConfigError.exit_code
     out = capsys.readouterr().out
     assert "fatal  checkpoint: no model; give --model DIR" in out
     assert "   ok  kernels: " in out
+
+
+def test_doctor_looks_at_the_model_that_serve_would_take(
+    demo_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--port", "0"]) == 0
+    assert f"   ok  checkpoint: {demo_model_dir}: the small demo model, 8 layers" in capsys.readouterr().out

@@ -170,6 +170,12 @@ def test_the_shown_configuration_is_a_file_that_gives_the_same(tmp_path: Path) -
     assert parts(again) == parts(load_config(argv, environ, num_cores=8))
 
 
+def test_the_model_that_serve_would_take_unasked_is_shown() -> None:
+    assert 'model = "demo"  # default' in show_config([], {}, 8, is_json=False, default_model=Path("demo"))
+    named = show_config([*MODEL], {}, 8, is_json=False, default_model=Path("demo"))
+    assert '"demo"' not in named
+
+
 def test_the_shown_json_has_every_option_and_no_secret() -> None:
     text = show_config(["--port", "1", "-rcs", "4"], {"GLM53_API_KEY": "sesame"}, 8, is_json=True)
     shown = json.loads(text)

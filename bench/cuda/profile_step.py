@@ -1,8 +1,8 @@
 """Say where a decode step's and a prefill chunk's time goes: kernels, copies, and the gaps between them.
 
-    python -m bench.cuda.profile_step --config DIR --mode fast --layers 15
+    python -m bench.cuda.profile_step --mode fast --layers 15
 
-Takes the options of bench.cuda.full_size. Runs steps under torch's profiler and adds up intervals of the
+Takes the options of `glm53srv bench-model`. Runs steps under torch's profiler and adds up intervals of the
 device: compute (kernels), copies, both at once, neither. "neither" is the device waiting for the host.
 """
 
@@ -18,8 +18,18 @@ from typing import Any
 
 import torch
 
-from bench.cuda.full_size import Bench, build, parse, say, write_model_dir
 from bench.cuda.intervals import Interval, lanes_of
+from glm53srv.bench_model.command import build_engine
+from glm53srv.bench_model.driver import Driver
+from glm53srv.bench_model.options import parse_options
+from glm53srv.engine.cuda.synthetic_plan import require_host_memory
+from glm53srv.machine import read_machine
+from glm53srv.model.published_files import published_model
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def profile(what: str, work: Callable[[], Any], num_steps: int) -> None:
@@ -49,29 +59,28 @@ def profile(what: str, work: Callable[[], Any], num_steps: int) -> None:
         say(f"    {sum(times) / 1e3 / num_steps:9.2f} ms {len(times) / num_steps:8.1f} x  {name[:88]}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    given = parse(argv)
+def main(argv: list[str]) -> int:
+    options, machine = parse_options(argv), read_machine()
+    require_host_memory(published_model(options.layers), machine)
     with tempfile.TemporaryDirectory() as directory:
-        write_model_dir(given.config, Path(directory), given.layers)
-        engine, _ = build(given, Path(directory))
-        bench = Bench(engine)
-        for width in given.streams:
+        engine, _, _ = build_engine(options, machine, Path(directory), say)
+        driver = Driver(engine)
+        for width in options.streams:
             slots = list(range(width))
             for slot in slots:
-                bench.prefill_s(slot, 96)
-            for _ in range(given.warm):
-                bench.step(decode=bench.rows(slots))
-            profile(f"decode of {width}", functools.partial(bench.decode, slots), 8)
-            bench.release(*slots)
-        for length in given.prefill:
-            bench.prefill_s(0, length)
-            bench.release(0)
-            profile(f"prefill of {length}", functools.partial(bench.prefill_s, 0, length), 1)
-            bench.release(0)
+                driver.prefill_s(slot, 96)
+            for _ in range(options.warm_steps):
+                driver.step(decode=slots)
+            profile(f"decode of {width}", functools.partial(driver.step, decode=slots), 8)
+            driver.step(release=slots)
+        for length in options.prefill_tokens:
+            driver.prefill_s(0, length)
+            driver.step(release=[0])
+            profile(f"prefill of {length}", functools.partial(driver.prefill_s, 0, length), 1)
+            driver.step(release=[0])
         engine.close()
-    sys.stdout.flush()
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

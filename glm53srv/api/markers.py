@@ -22,6 +22,9 @@ class Marker(enum.Enum):
     ARG_VALUE_END = "</arg_value>"
 
 
+CALL_MARKERS = frozenset(Marker) - {Marker.THINK, Marker.THINK_END}
+"""Those that belong to tool calls."""
+
 Piece = str | Marker
 """Decoded output: text, never empty, or one marker."""
 

@@ -113,7 +113,9 @@ def prepare_chat(body: bytes | bytearray, model: ServedModel, request_id: str) -
                 max_tokens=request.max_tokens,
                 reports_prompt=request.returns_progress and request.is_stream,
             ),
-            new_reader=lambda: OutputParser(tools, starts_in_reasoning=prompt.ends_in_reasoning),
+            new_reader=lambda: OutputParser(
+                tools, starts_in_reasoning=prompt.ends_in_reasoning, reads_calls=bool(tools)
+            ),
             stop=stop,
             include_stop=request.include_stop,
             max_calls=None if request.parallel_calls else 1,

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from glm53srv.api.call_parser import CallParser
-from glm53srv.api.markers import Marker, Piece
+from glm53srv.api.markers import CALL_MARKERS, Marker, Piece
 from glm53srv.api.messages import CALLABLE_NAME
 from glm53srv.api.output_events import (
     CallArguments,
@@ -60,8 +60,12 @@ class OutputParser:
     malformed: call syntax was broken somewhere (repaired, dropped, given back or cut).
     """
 
-    def __init__(self, tools: Mapping[str, ToolSchema], *, starts_in_reasoning: bool) -> None:
+    def __init__(
+        self, tools: Mapping[str, ToolSchema], *, starts_in_reasoning: bool, reads_calls: bool = True
+    ) -> None:
+        """Begin. reads_calls: False where no tool was offered: what looks like a call is text then."""
         self._tools = tools
+        self._reads_calls = reads_calls
         self._state = _State.REASONING if starts_in_reasoning else _State.CONTENT
         self._origin = self._state  # where <tool_call> stood, while its name is read
         self._queue: deque[Piece] = deque()
@@ -94,6 +98,8 @@ class OutputParser:
 
     def push(self, pieces: Iterable[Piece]) -> list[OutputEvent]:
         """Take decoded output, give what is certain by now."""
+        if not self._reads_calls:
+            pieces = (piece.value if piece in CALL_MARKERS else piece for piece in pieces)
         self._queue.extend(pieces)
         self._drain()
         return self._take_events()

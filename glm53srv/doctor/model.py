@@ -67,9 +67,11 @@ def check_model(config: Config) -> tuple[list[Finding], OpenedModel | None]:
         opened = open_model(config.engine)
     except CheckpointError as error:
         return [wrap("checkpoint", error, FETCH)], None
-    kind = "random weights, it speaks nonsense"
-    if not opened.config.is_random:
-        kind = f"{opened.config.num_layers} layers"
+    kind = f"{opened.config.num_layers} layers"
+    if opened.config.is_random:
+        kind = "random weights, it speaks nonsense"
+    elif opened.config.is_demo:
+        kind = f"the small demo model, {kind}"
     text = f"{model_dir}: {kind}, {opened.weight_bytes / GIB:.2f} GiB of weights"
     found = [ok("checkpoint", text), check_sizes(opened.checkpoint)]
     return [*found, *check_revision(model_dir, config.download.revision)], opened

@@ -53,18 +53,26 @@ def choose_engine(
     if config.engine == "cpu":
         return EngineChoice("cpu", "asked for by --engine")
     if config.engine == "cuda":
-        if not gpus:
-            raise MachineError(
-                "--engine cuda: no NVIDIA GPU was found; give a container one (--gpus), or use --engine cpu"
-            )
-        if lack:
-            raise MachineError(f"--engine cuda: {lack}; {CUDA_REMEDY}")
+        require_cuda(machine, "--engine cuda", version, ", or use --engine cpu")
         return EngineChoice("cuda", f"asked for by --engine, on {gpus}")
     if not gpus:
         return EngineChoice("cpu", "no NVIDIA GPU was found")
     if lack:
         return EngineChoice("cpu", f"{gpus} is not used: {lack}; {CUDA_REMEDY}")
     return EngineChoice("cuda", f"found {gpus}")
+
+
+def require_cuda(
+    machine: MachineFacts, what: str, version: VersionLookup = package_version, otherwise: str = ""
+) -> None:
+    """Raise MachineError, one line, if there is no GPU or a package for it is missing.
+
+    what: asked for it. otherwise: what one can do without a GPU.
+    """
+    if not machine.nvidia_devices:
+        raise MachineError(f"{what}: no NVIDIA GPU was found; give a container one (--gpus){otherwise}")
+    if lack := _missing_packages(version):
+        raise MachineError(f"{what}: {lack}; {CUDA_REMEDY}")
 
 
 CUDA_REMEDY = "pip install 'glm53srv[cuda]' adds the GPU's packages"
@@ -140,6 +148,7 @@ def _load_cuda(
         cache_tokens=config.cache_tokens,
         max_chunk_tokens=config.chunk_tokens or CUDA_CHUNK_TOKENS,
         vram_bytes=None if vram_gib is None else int(vram_gib * 2**30),
+        tuning_dir=config.tuning_dir,
     )
     return CudaEngine.load(config.model_dir, options, machine, progress, grammars)
 

@@ -230,6 +230,15 @@ def test_reasoning_state_is_known_while_a_name_is_read() -> None:
     assert not parser.in_reasoning
 
 
+def test_without_tools_what_looks_like_a_call_is_text() -> None:
+    parser = OutputParser({}, starts_in_reasoning=True, reads_calls=False)
+    pieces: list[Piece] = ["hm", Marker.THINK_END, "So: ", Marker.TOOL_CALL, "get_time", Marker.TOOL_CALL_END]
+    events = parser.push(pieces) + parser.finish()
+    assert events == [ReasoningDelta("hm"), ContentDelta("So: <tool_call>get_time</tool_call>")]
+    assert not parser.malformed
+    assert parser.num_complete_calls == 0
+
+
 TEXTS = st.sampled_from(
     [
         " ",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm53srv.download import PUBLISHED_REPO, PUBLISHED_REVISION
+from glm53srv.model.config import load_model_config
 from scripts.check_image_steps import Instruction, is_in_context, parse, stages_for
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,14 @@ def test_what_is_copied_exists_and_passes_dockerignore() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["glm53srv/api/app.py", "native/src/crew.c", "docker/entrypoint.sh", "requirements/cuda.txt", "LICENSE"],
+    [
+        "glm53srv/api/app.py",
+        "native/src/crew.c",
+        "docker/entrypoint.sh",
+        "reference/demo/checkpoint/model.safetensors",
+        "requirements/cuda.txt",
+        "LICENSE",
+    ],
 )
 def test_the_context_holds_the_program(path: str) -> None:
     assert is_in_context(path, IGNORED)
@@ -88,6 +96,7 @@ def test_the_context_holds_the_program(path: str) -> None:
         ".venv/bin/python",
         ".models/random/config.json",
         "tests/conftest.py",
+        "reference/demo/train.py",
         "glm53srv/__pycache__/x.pyc",
         "glm53srv/_kernels.cpython-311-x86_64-linux-gnu.so",
         "glm53srv/_kernels_build.json",
@@ -96,6 +105,20 @@ def test_the_context_holds_the_program(path: str) -> None:
 )
 def test_the_context_holds_nothing_else(path: str) -> None:
     assert not is_in_context(path, IGNORED)
+
+
+def test_the_cpu_image_serves_the_demo_model_that_is_copied_into_it() -> None:
+    folder = one("cpu-build", "WORKDIR")
+    model_dir = Path(environ("cpu")["GLM53_MODEL_DIR"]).relative_to(folder)
+    assert load_model_config(ROOT / model_dir).is_demo
+    assert is_in_context(f"{model_dir}/config.json", IGNORED)
+    assert f"COPY --from=cpu-build {folder} {folder}" in [item.shown for item in stage("cpu")]
+
+
+def test_an_install_copies_what_an_image_holds() -> None:
+    installer = (ROOT / "scripts" / "install.sh").read_text()
+    copied = {"glm53srv"} | set(installer.partition("for name in ")[2].partition(";")[0].split())
+    assert copied == {line[1:] for line in IGNORED if line.startswith("!")}
 
 
 @pytest.mark.parametrize("name", ["base", "cuda", "dev"])

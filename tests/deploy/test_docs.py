@@ -37,6 +37,15 @@ def test_commands_exist() -> None:
 def test_flags_are_those_of_a_program_that_is_named() -> None:
     installer = (ROOT / "scripts" / "install.sh").read_text()
     known = {flag for option in OPTIONS for flag in option.flags} | {"--help", "--verify"}
-    foreign = {"--target", "--build-arg", "--rm", "--gpus", "--ulimit", "--stop-timeout", "--strict"}
+    foreign = {
+        "--target",
+        "--build-arg",
+        "--rm",
+        "--gpus",
+        "--ulimit",
+        "--stop-timeout",
+        "--strict",
+        "--no-deps",
+    }
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     assert {flag for flag in used - known - foreign if f"{flag})" not in installer} == set()

@@ -25,13 +25,11 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 
 
 @pytest.fixture(scope="module")
-def sandbox(random_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a checkout after `make serve`, with the commands that one has on PATH."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("bench", "cffi_build", "deploy", "docs", "glm53srv", "native", "reference", "scripts"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / ".models").mkdir()
-    (folder / ".models/random").symlink_to(random_model_dir)
     commands = folder / ".venv/bin"
     commands.mkdir(parents=True)
     for name, words in (("glm53srv", "-m glm53srv"), ("python", ""), ("python3", "")):
@@ -41,8 +39,8 @@ def sandbox(random_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def server(random_model_dir: Path) -> Iterator[str]:
-    with ServerProcess(random_model_dir, "--cache-tokens", "8192") as process:
+def server(demo_model_dir: Path) -> Iterator[str]:
+    with ServerProcess(demo_model_dir, "--cache-tokens", "8192") as process:
         yield process.url_when_ready()
 
 

@@ -207,7 +207,7 @@ def test_a_second_signal_ends_at_once(random_model_dir: Path) -> None:
     [
         (["serve", "--model", "/nonexistent"], 3, "/nonexistent"),
         (["serve", "--thread", "2"], 2, "did you mean --threads?"),
-        (["doctor"], 2, "no model"),
+        (["doctor", "--model-repo", "a/b"], 2, "no model"),
         (["surf"], 2, "unknown command 'surf'"),
         (["pack", "random"], 2, "needs --out"),
         (["generate", "--model", "x"], 2, "needs a prompt first"),

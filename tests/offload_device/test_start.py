@@ -141,7 +141,9 @@ def test_costs_are_measured_at_start_within_a_second_and_corrected(
     assert start.num_samples >= 8
     assert start.elapsed_s < 2.0  # of a busy machine; the bound itself is tested on a clock
     assert start.copy_gb_s is not None
-    assert report.costs.now.cpu_expert_ms != start.now.cpu_expert_ms
+    # Of one lane at least: a machine may be so busy at the start that the workers get no expert afterwards.
+    before, after = start.now, report.costs.now
+    assert (after.cpu_expert_ms, after.zero_copy_ms) != (before.cpu_expert_ms, before.zero_copy_ms)
     assert report.costs.at_start == start.at_start
     assert "cpu_expert_ms=" in caplog.text
     assert "(measured)" in caplog.text

@@ -47,8 +47,9 @@ def no_model(bench: Workbench) -> None:
     bench.model_dir = bench.folder / "elsewhere"
 
 
-def unnamed_model(bench: Workbench) -> None:
-    bench.environ["GLM53_MODEL_DIR"] = ""
+def no_folder_for_a_repository(bench: Workbench) -> None:
+    """Without a repository serve would take the demo model."""
+    bench.environ |= {"GLM53_MODEL_DIR": "", "GLM53_MODEL_REPO": "nobody/nothing"}
     bench.model_dir = bench.folder  # the test then names none
 
 
@@ -125,7 +126,7 @@ def bad_certificate(bench: Workbench) -> None:
 
 SETUPS = (
     Setup("no such model", CHECKPOINT, "no such directory", "name the folder", no_model),
-    Setup("no model named", CONFIG, "no model", "give --model DIR", unnamed_model),
+    Setup("no folder named", CONFIG, "no model", "give --model DIR", no_folder_for_a_repository),
     Setup("model is a file", CHECKPOINT, "no such directory", "name the folder", model_is_a_file),
     Setup("no config.json", CHECKPOINT, "config.json: cannot be read", "belongs to", remove("config.json")),
     Setup("garbage config.json", CHECKPOINT, "not valid JSON", "fetch", write("config.json", "{,")),

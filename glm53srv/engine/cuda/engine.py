@@ -114,7 +114,7 @@ class CudaEngine:
         num_ids = count_token_ids(model_dir, config.vocab_size)
         checkpoint = Checkpoint(model_dir)
         checkpoint.check(all_needs(config))
-        package = open_package(options.mode)
+        package = open_package(options.mode, options.tuning_dir)
         limit_vram(options)
         arena = ExpertArena.load(
             checkpoint,

@@ -59,7 +59,7 @@ class CudaOptions:
     cache_tokens: room of the paged cache over all sequences. max_chunk_tokens: a prefill chunk at most; less
     if the card cannot hold its activations. vram_bytes: what of the card may be used, None for all that is
     free. offload: mode, cache and CPU workers; 0 crew_threads leaves the workers out; its chunk_slots None
-    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots.
+    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots. tuning_dir: see package.open_package.
     """
 
     offload: OffloadOptions = field(default_factory=OffloadOptions)
@@ -69,6 +69,7 @@ class CudaOptions:
     vram_bytes: int | None = None
     poisons: bool = False
     device: int = 0
+    tuning_dir: Path | None = None
 
     @property
     def mode(self) -> Mode:

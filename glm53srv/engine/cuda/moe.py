@@ -13,9 +13,13 @@ from typing import Any
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload, LayerTables
 
 
-def make_offloaded_class() -> type[Any]:
+def stock_class() -> Any:
+    """Give the package's class of sparse layers."""
+    return importlib.import_module("exllamav3.modules.block_sparse_mlp").BlockSparseMLP
+
+
+def make_offloaded_class(base: Any) -> type[Any]:
     """Derive the class; at run time, since its base is the package's."""
-    base: Any = importlib.import_module("exllamav3.modules.block_sparse_mlp").BlockSparseMLP
 
     class OffloadedMlp(base):  # type: ignore[misc]
         """Takes over an instance that has not loaded yet: see adopt."""
@@ -50,13 +54,14 @@ def make_offloaded_class() -> type[Any]:
     return OffloadedMlp
 
 
-def adopt_sparse_layers(model: Any) -> list[Any]:
+def adopt_sparse_layers(model: Any, stock: Any = None) -> list[Any]:
     """Make every sparse layer of an unloaded text model ours; gives them in order.
 
-    The instance changes its class, which keeps the module lists that the model has built already.
+    The instance changes its class, which keeps the module lists that the model has built already. stock: the
+    class of sparse layers, None for the package's.
     """
-    ours: Any = make_offloaded_class()
-    stock = ours.__mro__[1]
+    stock = stock or stock_class()
+    ours: Any = make_offloaded_class(stock)
     layers: list[Any] = []
     for module in model.modules:
         mlp = getattr(module, "mlp", None)

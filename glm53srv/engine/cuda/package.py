@@ -5,12 +5,21 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from glm53srv.engine.cuda.pins import (
+    SHIPPED,
+    find_autotuners,
+    find_pins,
+    pin_autotuners,
+    pin_file_name,
+)
 from glm53srv.errors import MachineError
 from glm53srv.offload.cost import Mode
 
@@ -36,6 +45,8 @@ PINNED: dict[Mode, dict[str, str]] = {
 }
 """What the package reads when it is imported, by mode: every value decides numerics."""
 
+TUNE_CACHE = "EXLLAMAV3_TUNE_CACHE"
+
 SEAMS = {
     "exllamav3.modules.block_sparse_mlp.BlockSparseMLP": ("forward", "load_local", "cpu_split_combine"),
     "exllamav3.modules.transformer.TransformerBlock": ("forward", "prepare_for_device"),
@@ -54,17 +65,24 @@ EXTENSION_SEAMS = (
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The opened package. root: exllamav3; extension: its compiled part; torch: the module it runs on."""
+    """The opened package. root: exllamav3; extension: its compiled part; torch: the module it runs on.
+
+    autotuners: of its Triton kernels by name. pin_file: the name of their pin file on this machine.
+    """
 
     root: ModuleType
     extension: Any
     torch: Any
+    autotuners: Mapping[str, Any] = field(default_factory=dict)
+    pin_file: str = ""
 
 
-def open_package(mode: Mode) -> Package:
+def open_package(mode: Mode, tuning_dir: Path | None = None, *, pins_kernels: bool = True) -> Package:
     """Import exllamav3 for a mode. Raises MachineError, one line, when it cannot be used here.
 
     Imported before by this process with other numerics it is refused: what the package read then stays.
+    tuning_dir: where this machine's timed choices are kept, None for the package's own places. pins_kernels:
+    False leaves Triton's autotuners to time, for the command that makes a pin file.
     """
     pins = PINNED[mode]
     wrong = {name: os.environ.get(name) for name in pins if os.environ.get(name) != pins[name]}
@@ -86,44 +104,44 @@ def open_package(mode: Mode) -> Package:
         )
     extension = _import("exllamav3.ext").exllamav3_ext
     _check_seams(extension)
-    pin_autotuners(root)
-    return Package(root, extension, torch)
+    if tuning_dir is not None:
+        _keep_gemm_choices(tuning_dir, torch.cuda.get_device_name())
+    triton = _import("triton")
+    vendor = _import("exllamav3.vendor.fla")
+    tuners = find_autotuners(vendor, _import("triton.runtime.autotuner").Autotuner)
+    pin_file = pin_file_name(torch.cuda.get_device_capability(), triton.__version__)
+    if pins_kernels:
+        folders = [SHIPPED] if tuning_dir is None else [tuning_dir, SHIPPED]
+        pin_autotuners(tuners, find_pins(pin_file, folders), triton.Config)
+    return Package(root, extension, torch, tuners, pin_file)
 
 
-def pin_autotuners(root: ModuleType) -> int:
-    """Leave every Triton autotuner of the linear attention its first configuration; gives how many there are.
+def _keep_gemm_choices(tuning_dir: Path, gpu: str) -> None:
+    """Name the file in which the package keeps what its tuner of cooperative GEMMs finds by timing.
 
-    They choose by timing, at the first prefill, so two starts could differ in their sums: a measured pair of
-    choices had top-1 agreement 0.989 (0xSero/glm53-flash-offload). The first is
-    slower by little and always the same.
+    Other choices split sums in other places, so logits repeat from run to run only while the file is kept.
+    The package writes it as shapes come up, and is silent where it cannot.
     """
-    count = 0
-    for tuner in _autotuners(root):
-        tuner.configs = tuner.configs[:1]
-        count += 1
-    logger.info("exllamav3 autotuners=%d pinned=first", count)
-    return count
+    if TUNE_CACHE in os.environ:
+        return  # the user knows the package's own variable
+    path = tuning_dir / gemm_file_name(gpu)
+    try:
+        tuning_dir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written (%s): GEMMs are timed anew at each start, whose logits may then differ in "
+            "rounding; name another folder with --tuning-dir",
+            path,
+            error.strerror,
+        )
+        return
+    os.environ[TUNE_CACHE] = str(path)
 
 
-def _autotuners(root: ModuleType) -> Iterator[Any]:
-    """Find the autotuners, also under decorators; the vendored package is loaded module by module."""
-    tuner_type = _import("triton.runtime.autotuner").Autotuner
-    vendor = _import(f"{root.__name__}.vendor.fla")
-    prefix = f"{vendor.__name__}."
-    modules = [vendor, *(module for name, module in _loaded_modules() if name.startswith(prefix))]
-    seen: set[int] = set()
-    for module in modules:
-        for found in list(vars(module).values()):
-            kernel = found
-            while kernel is not None and not isinstance(kernel, tuner_type):
-                kernel = getattr(kernel, "fn", None) if hasattr(kernel, "run") else None
-            if kernel is not None and id(kernel) not in seen:
-                seen.add(id(kernel))
-                yield kernel
-
-
-def _loaded_modules() -> list[tuple[str, ModuleType]]:
-    return list(sys.modules.items())
+def gemm_file_name(gpu: str) -> str:
+    """Name the file of the GEMM tuner's choices for a GPU model, by the driver's name of it."""
+    return f"gemm-{re.sub(r'[^0-9A-Za-z]+', '-', gpu).strip('-')}-exllamav3-{EXLLAMAV3_VERSION}.bin"
 
 
 def _check_seams(extension: Any) -> None:

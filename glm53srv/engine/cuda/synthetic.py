@@ -8,27 +8,20 @@ trained model's. Deterministic: every tensor's numbers depend on the seed and it
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from glm53srv.model.checkpoint import MUL1_MULTIPLIER, TILE, CodebookName, LinearNeed
+from glm53srv.engine.cuda.synthetic_plan import TensorSpec, synthetic_layout, tensor_specs
+from glm53srv.model.checkpoint import MUL1_MULTIPLIER
 from glm53srv.model.config import ModelConfig
-from glm53srv.model.pack import QUANTIZED, draw_rule
-from glm53srv.model.tensor_needs import LM_HEAD, all_needs
+from glm53srv.model.pack import draw_rule
 from glm53srv.offload.device.arena import ArenaOptions, ExpertArena
-from glm53srv.offload.device.layout import Part, RecordLayout, sparse_layers
-from glm53srv.offload.geometry import ExpertGeometry
-
-EXPERT_BITS, HEAD_BITS, DENSE_BITS, OTHER_BITS = 3, 6, 4, 5
-"""Bits per weight by kind, as in the published 3.05 bpw checkpoint."""
+from glm53srv.offload.device.layout import Part, sparse_layers
 
 SKEW = ((3, 0.016), (7, 0.037), (22, 0.062), (36, 0.068), (43, 0.065))
 """Model layer and spread of its router's bias. By simulation (sigmoid of N(0, 1) plus bias, top 8 of 288) the
@@ -37,14 +30,6 @@ statistics over 9,250 decode tokens)."""
 
 FILL_BLOCK = 64 * 2**20 + 8192
 """Bytes of random words that repeat through the arena; no multiple of a record, so that experts differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    """A tensor: its shape, and how it is made: trellis, suh, svh, mul1 or plain."""
-
-    kind: str
-    shape: tuple[int, ...]
 
 
 class SyntheticTensors:
@@ -58,7 +43,7 @@ class SyntheticTensors:
         self._arena = arena
         self._device = device
         self._seed = seed
-        self._specs = dict(_specs(config))
+        self._specs = dict(tensor_specs(config))
         self.tensor_file_map = dict.fromkeys(self._specs, "synthetic")
 
     def has_tensor(self, key: str) -> bool:
@@ -121,7 +106,7 @@ class SyntheticTensors:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _make(self, key: str, spec: _Spec) -> torch.Tensor:
+    def _make(self, key: str, spec: TensorSpec) -> torch.Tensor:
         if spec.kind == "mul1":
             return torch.from_numpy(np.array(MUL1_MULTIPLIER, np.uint32).view(np.int32))
         if spec.kind == "trellis":
@@ -143,7 +128,7 @@ class SyntheticTensors:
         dtype = {"bf16": torch.bfloat16, "f2": torch.float16, "f4": torch.float32}[rule.dtype]
         return (rule.mean + spread * drawn).to(dtype)
 
-    def _signs(self, key: str, spec: _Spec) -> torch.Tensor:
+    def _signs(self, key: str, spec: TensorSpec) -> torch.Tensor:
         """Draw signs; those of the outputs carry the scale that keeps activations at their size."""
         signs = torch.randint(0, 2, spec.shape, generator=self._generator(key), device=self._device) * 2 - 1
         scale = 1.0
@@ -163,7 +148,8 @@ class SyntheticTensors:
 
     def _generator(self, key: str) -> torch.Generator:
         generator = torch.Generator(self._device)
-        generator.manual_seed((self._seed << 32) | zlib.crc32(key.encode()))
+        # torch's generator of the CPU reads the lower 32 bits of a seed alone, so both go into them.
+        generator.manual_seed(zlib.crc32(key.encode(), self._seed))
         return generator
 
 
@@ -171,10 +157,7 @@ def fill_arena(
     config: ModelConfig, options: ArenaOptions, num_threads: int = 8, seed: int = 0
 ) -> ExpertArena:
     """Map an arena for the model, fill it with random codes and scales, and pin it. Raises MachineError."""
-    moe = config.moe
-    words = (TILE * EXPERT_BITS,) * 3
-    layout = RecordLayout(config.hidden_size, moe.expert_size, words, CodebookName.MUL1)
-    geometry = ExpertGeometry(len(sparse_layers(config)), moe.num_experts, moe.top_k, layout.record_bytes)
+    layout, geometry = synthetic_layout(config)
     arena = ExpertArena(layout, geometry, options)
     rng = np.random.Generator(np.random.PCG64(seed))
     block: NDArray[np.uint8] = rng.integers(0, 256, FILL_BLOCK, np.uint8)
@@ -192,37 +175,3 @@ def fill_arena(
 def _copy_block(target: NDArray[np.uint8], block: NDArray[np.uint8], begin: int) -> None:
     end = min(begin + len(block), len(target))
     target[begin:end] = block[: end - begin]
-
-
-def _specs(config: ModelConfig) -> Iterator[tuple[str, _Spec]]:
-    for need in all_needs(config):
-        if not isinstance(need, LinearNeed):
-            yield need.name, _Spec("plain", need.shape)
-        elif need.key.endswith(QUANTIZED):
-            rows, columns = need.in_features, need.out_features
-            shape = (rows // TILE, columns // TILE, TILE * bits_of(need.key, config))
-            yield f"{need.key}.trellis", _Spec("trellis", shape)
-            yield f"{need.key}.suh", _Spec("suh", (rows,))
-            yield f"{need.key}.svh", _Spec("svh", (columns,))
-            yield f"{need.key}.mul1", _Spec("mul1", ())
-        else:
-            yield f"{need.key}.weight", _Spec("plain", (need.out_features, need.in_features))
-
-
-def bits_of(key: str, config: ModelConfig) -> int:
-    """Give the bits per weight of a quantised linear."""
-    if key == LM_HEAD:
-        return HEAD_BITS
-    if ".mlp.experts." in key:
-        return EXPERT_BITS
-    return DENSE_BITS if ".mlp." in key and ".shared_experts." not in key else OTHER_BITS
-
-
-def model_bytes(config: ModelConfig) -> int:
-    """Give the bytes of everything but routed experts, as it will lie on the device."""
-    sizes = {"trellis": 2, "suh": 2, "svh": 2, "mul1": 4, "plain": 2}
-    return sum(
-        sizes[spec.kind] * math.prod(spec.shape)
-        for name, spec in _specs(config)
-        if not (".mlp.experts." in name and spec.kind == "trellis")
-    )

@@ -6,7 +6,7 @@
     stage(keys, slots)            behind the main stream's end    .. wait(ticket) .. reads them
     lend, take_back               idle                            idle (the caller sees to it)
 
-Slots come in chunks, each an allocation of its own: lending hands memory back to the allocator.
+Lending frees whole chunks of slots (slot_chunks.py): their memory goes back to the allocator.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.copy_runs import runs_of
 from glm53srv.offload.device.gpu.registered import host_tensor
+from glm53srv.offload.device.gpu.slot_chunks import SlotChunks
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.residency import ResidencyUpdate
 
@@ -50,10 +51,7 @@ class GpuSlots:
         self._record_bytes = arena.layout.record_bytes
         self._home = host_tensor(arena.region).view(geometry.num_keys, self._record_bytes)
         self._device = device
-        self._chunk_slots = chunk_slots
         self._poisons = poisons
-        self._chunks: list[torch.Tensor | None] = [None] * -(-num_slots // chunk_slots)
-        self._num_slots = num_slots
         self.table = np.full((geometry.num_layers, geometry.num_experts), -1, np.int32)
         self.device_table = torch.full(self.table.shape, -1, dtype=torch.int32, device=device)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -61,12 +59,13 @@ class GpuSlots:
         self._flying: deque[tuple[torch.cuda.Event, list[int]]] = deque()
         self._tickets: dict[int, torch.cuda.Event] = {}
         self._num_tickets = 0
-        self._allocate(range(len(self._chunks)))
+        self._chunks = SlotChunks(num_slots, chunk_slots, self._record_bytes, device)
+        self._send_addresses()
 
     @property
     def num_bytes(self) -> int:
         """VRAM held now."""
-        return sum(chunk.nbytes for chunk in self._chunks if chunk is not None)
+        return self._chunks.num_bytes
 
     def apply(self, update: ResidencyUpdate) -> None:
         """Change the table behind what the main stream holds, and issue the copies now."""
@@ -108,18 +107,18 @@ class GpuSlots:
         """Poison slots if this store does so."""
         if self._poisons:
             for slot in slots.tolist():
-                if self._chunks[slot // self._chunk_slots] is not None:
-                    self._slot(slot).fill_(POISON)
+                if self._chunks.has_memory(slot):
+                    self._chunks.slot(slot).fill_(POISON)
 
     def lend(self, slots: range) -> None:
         """Free the memory of whole chunks among lent slots; both streams must be idle."""
-        for chunk in self._whole_chunks(slots):
-            self._chunks[chunk] = None
+        self._chunks.free(slots)
         self._send_addresses()
 
     def take_back(self, slots: range) -> None:
         """Allocate again what lend() freed. Raises torch.OutOfMemoryError when the memory is not back."""
-        self._allocate([chunk for chunk in self._whole_chunks(slots) if self._chunks[chunk] is None])
+        self._chunks.allocate(slots)
+        self._send_addresses()
 
     def verify(self, keys: Sequence[int]) -> list[int]:
         """Compare resident experts with their home copies, byte for byte; gives the keys that differ.
@@ -131,7 +130,7 @@ class GpuSlots:
         flat = self.table.reshape(-1)
         for key in keys:
             slot = int(flat[key])
-            if slot >= 0 and not torch.equal(self._slot(slot).cpu(), self._home[key]):
+            if slot >= 0 and not torch.equal(self._chunks.slot(slot).cpu(), self._home[key]):
                 wrong.append(key)
         return wrong
 
@@ -139,12 +138,12 @@ class GpuSlots:
         """Free the slots; both streams must be idle. Idempotent."""
         self._flying.clear()
         self._tickets.clear()
-        self._chunks = [None] * len(self._chunks)
+        self._chunks.free_all()
 
     def _copy(self, keys: list[int], slots: list[int]) -> torch.cuda.Event:
         with torch.cuda.stream(self.copy_stream):
-            for key, slot, count in runs_of(keys, slots, self._chunk_slots):
-                target = self._slots(slot, count)
+            for key, slot, count in runs_of(keys, slots, self._chunks.chunk_slots):
+                target = self._chunks.slots(slot, count)
                 if self._poisons:
                     target.fill_(POISON)
                 target.copy_(self._home[key : key + count], non_blocking=True)
@@ -152,36 +151,8 @@ class GpuSlots:
             event.record(self.copy_stream)
         return event
 
-    def _slot(self, slot: int) -> torch.Tensor:
-        return self._slots(slot, 1)[0]
-
-    def _slots(self, slot: int, count: int) -> torch.Tensor:
-        """View some slots of one chunk: uint8 (count, record_bytes)."""
-        chunk = self._chunks[slot // self._chunk_slots]
-        if chunk is None:
-            raise RuntimeError(f"slot {slot} has no memory: it is lent")
-        begin = slot % self._chunk_slots
-        return chunk[begin : begin + count]
-
-    def _whole_chunks(self, slots: range) -> range:
-        return range(-(-slots.start // self._chunk_slots), slots.stop // self._chunk_slots)
-
-    def _allocate(self, chunks: Sequence[int]) -> None:
-        for chunk in chunks:
-            begin = chunk * self._chunk_slots
-            count = min(self._chunk_slots, self._num_slots - begin)
-            shape = (count, self._record_bytes)
-            self._chunks[chunk] = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        self._send_addresses()
-
     def _send_addresses(self) -> None:
-        addresses = np.zeros(self._num_slots, np.int64)
-        for index, chunk in enumerate(self._chunks):
-            if chunk is not None:
-                begin = index * self._chunk_slots
-                places = np.arange(len(chunk), dtype=np.int64)
-                addresses[begin : begin + len(chunk)] = chunk.data_ptr() + places * self._record_bytes
-        self.addresses.copy_(torch.from_numpy(addresses))
+        self.addresses.copy_(torch.from_numpy(self._chunks.addresses()))
 
     def _send(self, values: NDArray[np.int32]) -> torch.Tensor:
         pinned = torch.from_numpy(values).pin_memory()

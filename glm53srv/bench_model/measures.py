@@ -1,0 +1,111 @@
+"""What is measured on an open engine. Each measure leaves no sequence behind; times in s or ms, as named."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from glm53srv.bench_model.driver import Driver
+from glm53srv.engine.cuda.engine import CudaEngine
+
+Figures = dict[str, float]
+
+
+def measure_decode(
+    driver: Driver, engine: CudaEngine, width: int, warm_steps: int, steps: int, enqueue_s: list[float]
+) -> Figures:
+    """Decode `width` streams until the cache has settled, then time steps.
+
+    enqueue_s: where the model notes the host's times; cleared here.
+    """
+    slots = list(range(width))
+    for slot in slots:
+        driver.prefill_s(slot, 96)
+    for _ in range(warm_steps):
+        driver.step(decode=slots)
+    before = asdict(engine.offload.counts)
+    enqueue_s.clear()
+    begin = time.perf_counter()
+    times = [driver.time_step(decode=slots) for _ in range(steps)]
+    elapsed = time.perf_counter() - begin
+    after = asdict(engine.offload.counts)
+    driver.step(release=slots)
+    spent = {name: after[name] - before[name] for name in after}
+    return {
+        "tok_s": width * steps / elapsed,
+        "step_ms": statistics.median(times) * 1e3,
+        "enqueue_ms": statistics.median(enqueue_s) * 1e3,
+        "hit_rate": spent["num_hit_picks"] / max(1, spent["num_picks"]),
+        "vram_experts": spent["num_vram"] / steps,
+        "link_experts": spent["num_link"] / steps,
+        "cpu_experts": spent["num_cpu"] / steps,
+        "copies": spent["num_copies"] / steps,
+    }
+
+
+def measure_prefill(driver: Driver, num_tokens: int, repeats: int) -> list[float]:
+    """Time a prompt from its first slice to its first token, in s, several times."""
+    times = []
+    for _ in range(repeats):
+        times.append(driver.prefill_s(0, num_tokens))
+        driver.step(release=[0])
+    return times
+
+
+def measure_beside(driver: Driver, num_tokens: int, layers: int) -> Figures:
+    """Run a long prompt a few layers at a time beside one decoding stream; gives the stream's gaps."""
+    driver.prefill_s(0, 96)
+    for _ in range(8):
+        driver.step(decode=[0])
+    begin = time.perf_counter()
+    gaps = [driver.time_step(piece, decode=[0]) for piece in driver.pieces(1, num_tokens, layers)]
+    elapsed = time.perf_counter() - begin
+    driver.step(release=[0, 1])
+    return {
+        "layers_a_step": float(layers),
+        "prefill_tok_s": num_tokens / elapsed,
+        "longest_gap_ms": max(gaps) * 1e3,
+        "median_gap_ms": statistics.median(gaps) * 1e3,
+    }
+
+
+def soak(driver: Driver, engine: CudaEngine, seconds: float) -> Figures:
+    """Mix prompts of many lengths, decode steps of 1 to 4 rows and aborts; watch memory and slots."""
+    rng = np.random.default_rng(5)
+    end, number, tokens = time.perf_counter() + seconds, 0, 0
+    vram_begin = torch.cuda.memory_reserved()
+    while time.perf_counter() < end:
+        width = int(rng.integers(1, 5))
+        slots = list(range(width))
+        for slot in slots:
+            driver.prefill_s(slot, int(rng.choice([3, 40, 200, 700, 2500])))
+        for _ in range(int(rng.integers(5, 60))):
+            driver.step(decode=slots)
+            tokens += width
+        if number % 3 == 0 and width < 4:
+            pieces = driver.pieces(width, int(rng.choice([300, 5000])), 5)
+            for piece in pieces[: int(rng.integers(1, len(pieces)))]:
+                driver.step(piece, decode=slots)
+            driver.step(release=[width])
+        driver.step(release=slots)
+        engine.check_slots(4, seed=number)
+        number += 1
+    return {
+        "rounds": float(number),
+        "decoded_tokens": float(tokens),
+        "vram_growth_mib": (torch.cuda.memory_reserved() - vram_begin) / 2**20,
+        "peak_rss_gib": peak_rss_gib(),
+    }
+
+
+def peak_rss_gib() -> float:
+    """Give the most memory that this process has held, NaN where the kernel does not say."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 2**20
+    return float("nan")

@@ -1,0 +1,106 @@
+"""Sparse layers of the package become ours: in order, before they load, each seam at its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from glm53srv.engine.cuda.moe import adopt_sparse_layers
+
+
+class Stock:
+    """The package's sparse layer as far as it is overridden, in its order: router, experts, combine."""
+
+    def __init__(self, name: str, told: list[Any]) -> None:
+        self.name = name
+        self.told = told
+        self.routing_fn = self.route
+
+    def route(self, rows: int, config: Any, z: Any, params: dict[str, Any]) -> tuple[str, str]:
+        self.told.append(("router", rows, config, z, params))
+        return "picks", "weights"
+
+    def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
+        found = self.routing_fn(3, "config", x, params)
+        self.told.append(("experts", found, out_dtype))
+        sums = self.cpu_split_combine(Sums(), None, None, (1, 3, 8))
+        return f"y of {self.name}", sums
+
+    def cpu_split_combine(self, sums: Any, partial: Any, pending: Any, shape: Any) -> Any:
+        raise AssertionError("the stock CPU split must not run")
+
+
+class Sums:
+    """A tensor of sums, float32 (1, 3, 8)."""
+
+    shape = (1, 3, 8)
+
+    def view(self, *shape: int) -> str:
+        return f"sums viewed {shape}"
+
+
+class Block:
+    """A module with or without a feed-forward network."""
+
+    def __init__(self, mlp: Any = None) -> None:
+        self.mlp = mlp
+
+
+class Model:
+    """What a text model has."""
+
+    def __init__(self, modules: list[Any]) -> None:
+        self.modules = modules
+
+
+class Offload:
+    """Notes the calls of a layer."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+
+    def begin_layer(self, layer: int) -> None:
+        self.told.append(("begin", layer))
+
+    def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
+        self.told.append(("plan", layer, x, picks, weights))
+
+    def combine(self, layer: int, sums: Any) -> None:
+        self.told.append(("combine", layer, sums))
+
+    def end_layer(self, layer: int) -> None:
+        self.told.append(("end", layer))
+
+
+def test_sparse_layers_are_adopted_in_order_and_keep_their_identity() -> None:
+    told: list[Any] = []
+    first, second = Stock("first", told), Stock("second", told)
+    model = Model([object(), Block(), Block(first), Block(object()), Block(second)])
+    layers = adopt_sparse_layers(model, Stock)
+    assert [layer is stock for layer, stock in zip(layers, (first, second), strict=True)] == [True, True]
+    assert [layer.sparse_layer for layer in layers] == [0, 1]
+    assert all(isinstance(layer, Stock) and type(layer) is not Stock for layer in layers)
+
+
+def test_without_an_offload_a_layer_does_what_the_package_does() -> None:
+    told: list[Any] = []
+    (layer,) = adopt_sparse_layers(Model([Block(Stock("one", told))]), Stock)
+    y, sums = layer.forward("x", {"a": 1}, "half")
+    assert y == "y of one"
+    assert isinstance(sums, Sums)
+    assert told == [("router", 3, "config", "x", {"a": 1}), ("experts", ("picks", "weights"), "half")]
+
+
+def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
+    told: list[Any] = []
+    layers = adopt_sparse_layers(Model([Block(Stock(name, told)) for name in "ab"]), Stock)
+    layers[1].offload = Offload(told)
+    y, _ = layers[1].forward("x", {})
+    assert y == "y of b"
+    assert told == [
+        ("begin", 1),
+        ("router", 3, "config", "x", {}),
+        ("plan", 1, "x", "picks", "weights"),
+        ("experts", ("picks", "weights"), None),
+        ("combine", 1, "sums viewed (-1, 8)"),
+        ("end", 1),
+    ]
