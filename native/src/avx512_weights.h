@@ -1,20 +1,18 @@
 /* From packed tiles to weights in 512-bit registers. Include it after avx512_begin.h.
  *
  * A lane's bits (see avx2_weights.h for the tile's layout) are gathered into one 64-bit window by vpermb, and
- * vpmultishiftqb takes up to four states out of it at once, wherever they begin. A step decodes 64 weights:
- * rows 4 s
- * .. 4 s + 3 and 8 more of four neighbouring columns, and of the four columns 8 further on. Step (s, h), s, h
- * = 0, 1, gives one register for each pair q of states:
+ * vpmultishiftqb takes up to four states out of it at once, wherever they begin. Step (s, h) with s, h = 0, 1
+ * decodes 64 weights: rows 4s .. 4s + 3 and 8 more of columns 4h .. 4h + 3 and 8 more. It gives one register
+ * for each pair q of states (two pairs share one where 16 bits per state suffice):
  *
  *     32-bit lane    0 .. 3             4 .. 7     8 .. 11    12 .. 15
  *     column         4h                 4h + 1     4h + 2     4h + 3     (+8 if q > 1)
  *     rows           4s .. 4s + 3       the same                         (+8 if q is odd)
  *
  * So one 128-bit activation operand, repeated, serves a whole register, and a sum of four columns has four
- * row-partials per column that are added once per 128 rows. A row has four sums, one for each quarter h + 2
- * (q
- * >> 1) of the tile's columns, and each is one chain of operations, the same for every number of rows: that
- * keeps a row's bits independent of its company.
+ * row-partials per column that are added once per 128 rows. A row has four such sums, one for each quarter of
+ * the tile's columns (h, and h + 2 for q > 1), and each is one chain of operations, the same for every number
+ * of rows: that keeps a row's bits independent of its company.
  */
 #ifndef GLM53_AVX512_WEIGHTS_H
 #define GLM53_AVX512_WEIGHTS_H
@@ -47,9 +45,9 @@ static int32_t window_byte(int32_t bits_x2, int32_t p, int32_t w) {
     return floor_div8(4 * bits_x2 * p + ((4 * w + 1) * bits_x2 >> 1) - 16);
 }
 
-/* The window's bytes for eight lanes, four columns of p = 2 s and 2 s + 1. Register byte i holds byte i ^ 3
- * of the tile's stream after `origin` bytes, since the stream's words are most significant byte first. A
- * window's last bytes may lie outside of the register and are then of no use to any state. */
+/* Where vpermb finds the windows of eight lanes: four columns of p = 2 s and 2 s + 1. Byte n of a tile's
+ * stream lies in register byte (origin + n) ^ 3, since the stream's words are most significant byte first. A
+ * window's last bytes may lie outside of the register; no state has a bit there. */
 static __m512i window_index(int32_t bits_x2, int32_t s, int32_t w, int32_t origin, int32_t num_columns) {
     uint8_t index[64];
     for (int32_t i = 0; i < 64; i++) {
