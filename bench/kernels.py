@@ -1,5 +1,5 @@
-"""`python -m bench.kernels`: time the gated expert of GLM-5.3-Flash (4096 x 2048 x 3, K = 3, mul1), check its
-error.
+"""`python -m bench.kernels`: time the gated expert of GLM-5.3-Flash (4096 x 2048 x 3, mul1; K = 3 unless
+--bits says otherwise), check its error.
 
 Weights come from DRAM: the picks walk through enough distinct experts (over 300 MB) that no cache holds them.
 One call computes one row with 8 picks, as one decode step of one stream does; the time is that of the call
@@ -23,9 +23,9 @@ import numpy as np
 from glm53srv.kernels import Codebook, Exl3Matrix, ExpertTable, Isa, KernelPool, Precision
 from reference import exl3
 
-HIDDEN, INTERMEDIATE, BITS, LIMIT = 4096, 2048, 3, 10.0
+HIDDEN, INTERMEDIATE, LIMIT = 4096, 2048, 10.0
 NUM_EXPERTS, NUM_PICKS = 40, 8
-PACKED_BYTES = 3 * HIDDEN * INTERMEDIATE * BITS // 8
+NUM_WEIGHTS = 3 * HIDDEN * INTERMEDIATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Measurement:
 
     isa: str
     precision: str
+    bits: int
     threads: int
     rows: int
     ms_per_expert: float
@@ -52,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[1], help="rows that share their picks")
     parser.add_argument("--isa", choices=[isa.name for isa in Isa], default=Isa.AUTO.name)
+    parser.add_argument("--bits", type=int, choices=range(1, 9), default=3, help="bits per weight, K")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
-    experts = _random_experts()
+    experts = _random_experts(arguments.bits)
     table = ExpertTable([(_as_matrix(gate), _as_matrix(up), _as_matrix(down)) for gate, up, down in experts])
     measurements = []
     for num_threads in arguments.threads:
@@ -64,17 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 error = _relative_error(pool, experts[0], table, precision)
                 for rows in arguments.rows:
                     wall, cpu = _time_calls(pool, table, rows, precision, arguments.repeats)
-                    measurements.append(_measurement(pool, precision, rows, wall, cpu, error))
+                    measurements.append(_measurement(pool, precision, arguments.bits, rows, wall, cpu, error))
     _report(measurements, as_json=arguments.json)
     return 0
 
 
-def _random_experts() -> list[tuple[exl3.Exl3Tensors, exl3.Exl3Tensors, exl3.Exl3Tensors]]:
+def _random_experts(bits: int) -> list[tuple[exl3.Exl3Tensors, exl3.Exl3Tensors, exl3.Exl3Tensors]]:
     rng = np.random.default_rng(0)
     shapes = ((HIDDEN, INTERMEDIATE), (HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN))
 
     def expert() -> tuple[exl3.Exl3Tensors, exl3.Exl3Tensors, exl3.Exl3Tensors]:
-        gate, up, down = (exl3.random_tensors(rng, *shape, BITS, "mul1") for shape in shapes)
+        gate, up, down = (exl3.random_tensors(rng, *shape, bits, "mul1") for shape in shapes)
         return gate, up, down
 
     return [expert() for _ in range(NUM_EXPERTS)]
@@ -119,18 +121,25 @@ def _time_calls(
 
 
 def _measurement(
-    pool: KernelPool, precision: Precision, rows: int, wall: list[float], cpu: list[float], error: float
+    pool: KernelPool,
+    precision: Precision,
+    bits: int,
+    rows: int,
+    wall: list[float],
+    cpu: list[float],
+    error: float,
 ) -> Measurement:
     median_s = statistics.median(wall)
     return Measurement(
         isa=pool.isa.name,
         precision=precision.name,
+        bits=bits,
         threads=pool.num_threads,
         rows=rows,
         ms_per_expert=round(median_s * 1e3, 3),
         fastest_ms_per_expert=round(min(wall) * 1e3, 3),
         cpu_ms_per_expert=round(statistics.median(cpu) * 1e3, 3),
-        gb_per_s=round(PACKED_BYTES / median_s / 1e9, 2),
+        gb_per_s=round(NUM_WEIGHTS * bits / 8 / median_s / 1e9, 2),
         relative_rms_error=float(f"{error:.2e}"),
     )
 
@@ -145,6 +154,10 @@ def _cpu_model() -> str:
     return f"{model} (family {known.get('cpu family', '?')}, model {known.get('model', '?')})"
 
 
+def _packed_megabytes(measurements: Sequence[Measurement]) -> float:
+    return NUM_EXPERTS * NUM_WEIGHTS * measurements[0].bits / 8 / 1e6
+
+
 def _report(measurements: list[Measurement], *, as_json: bool) -> None:
     if as_json:
         json.dump(
@@ -152,11 +165,11 @@ def _report(measurements: list[Measurement], *, as_json: bool) -> None:
         )
         print()
         return
-    print(f"cpu: {_cpu_model()}; {NUM_EXPERTS * PACKED_BYTES / 1e6:.0f} MB of packed weights; medians")
-    print("isa      precision  threads  rows  ms/expert  fastest   cpu ms     GB/s     error")
+    print(f"cpu: {_cpu_model()}; {_packed_megabytes(measurements):.0f} MB of packed weights; medians")
+    print("isa      precision  bits  threads  rows  ms/expert  fastest   cpu ms     GB/s     error")
     for m in measurements:
         print(
-            f"{m.isa:<8} {m.precision:<9} {m.threads:>8} {m.rows:>5} {m.ms_per_expert:>10.3f} "
+            f"{m.isa:<8} {m.precision:<9} {m.bits:>5} {m.threads:>8} {m.rows:>5} {m.ms_per_expert:>10.3f} "
             f"{m.fastest_ms_per_expert:>8.3f} {m.cpu_ms_per_expert:>8.3f} {m.gb_per_s:>8.2f} "
             f"{m.relative_rms_error:>9.1e}"
         )

@@ -19,6 +19,13 @@ GPU_PACKAGES = ("torch", "triton", "exllamav3")
 EXLLAMAV3 = "1.5.1"
 """The one version whose inner seams the GPU side is written against."""
 
+CPU_FLAGS = {
+    Isa.AVX2: ("avx2", "fma", "f16c"),
+    Isa.AVX512: ("avx512f", "avx512bw", "avx512vbmi", "avx512_vnni"),
+}
+"""What the kernels of an instruction set need besides those of the ones before it, by /proc/cpuinfo's names
+(native/src/dispatch.c)."""
+
 INSTALL = "pip install 'glm53srv[cuda]'"
 
 
@@ -110,16 +117,27 @@ def check_kernels(config: EngineConfig, probe: Probe, machine: MachineFacts, nee
     tiers = ", ".join(isa.name.lower() for isa in features.isas)
     wanted = Isa[config.isa.upper()]
     if wanted is not Isa.AUTO and wanted not in features.isas:
-        text = f"--isa {config.isa}: this CPU or this build has only {tiers}"
+        text = f"--isa {config.isa}: {_why_not(wanted, machine)}; there is {tiers}"
         return fatal("kernels", MachineError(text), "use --isa auto")
-    lacking = [flag for flag in ("avx2", "fma", "f16c") if flag not in machine.cpu_flags]
     if max(features.isas) is Isa.SCALAR:
-        why = f"the CPU has no {', '.join(lacking)}" if lacking else "this build has no AVX2 kernels"
+        why = _why_not(Isa.AVX2, machine)
         if needs_gpu and config.mode == "fast":
             return fatal("kernels", MachineError(f"{why}: its expert workers need them"), "use --mode exact")
+        lacking = _lacking_flags(Isa.AVX2, machine)
         remedy = "use a CPU with AVX2, FMA and F16C" if lacking else "rebuild with python -m cffi_build"
         return warn("kernels", f"{why}: the scalar kernels are used, which are many times slower", remedy)
-    return ok("kernels", f"{tiers}{_build_mode(features)}")
+    best = "" if Isa.AVX512 in features.isas else f" (not avx512: {_why_not(Isa.AVX512, machine)})"
+    return ok("kernels", f"{tiers}{best}{_build_mode(features)}")
+
+
+def _lacking_flags(isa: Isa, machine: MachineFacts) -> list[str]:
+    needed = [flag for known, flags in CPU_FLAGS.items() if known <= isa for flag in flags]
+    return [flag for flag in needed if flag not in machine.cpu_flags]
+
+
+def _why_not(isa: Isa, machine: MachineFacts) -> str:
+    lacking = _lacking_flags(isa, machine)
+    return f"the CPU has no {', '.join(lacking)}" if lacking else f"this build has no {isa.name} kernels"
 
 
 def _build_mode(features: CpuFeatures) -> str:

@@ -1,5 +1,5 @@
-/* Everything between this and avx2_end.h is compiled for AVX2, FMA and F16C, and must run on no other CPU. No
- * include guard: the two belong around the body of a source file, inside #ifdef GLM53_HAS_X86. */
+/* Everything between this and target_end.h is compiled for AVX2, FMA and F16C, and must run on no other CPU.
+ * No include guard: the two belong around the body of a source file, inside #ifdef GLM53_HAS_X86. */
 #include <immintrin.h>
 
 #if defined(__clang__)

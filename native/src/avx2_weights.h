@@ -16,9 +16,9 @@
 #ifndef GLM53_AVX2_WEIGHTS_H
 #define GLM53_AVX2_WEIGHTS_H
 
-#include "internal.h"
+#include "tile_column.h"
 
-enum { GROUPS = 4, PAIRS = 4, K_TILES = GLM53_BLOCK / GLM53_TILE };
+enum { GROUPS = 4, PAIRS = 4 };
 
 /* ---- states ---- */
 
@@ -206,31 +206,6 @@ INLINE void mul1_weights_x4(const __m256i sums[2], __m256 w[4]) {
 
 /* ---- products: what is common ---- */
 
-/* The eight packed tiles of one 128-block of k in one column of tiles. */
-typedef struct {
-    const uint16_t *first;
-    size_t stride; /* halves from one k-tile to the next */
-} tile_column;
-
-INLINE tile_column column_at(const glm53_rect *rect, int32_t b, int32_t nt) {
-    size_t halves = glm53_tile_halves(rect->matrix);
-    size_t num_tiles = (size_t)(rect->matrix->out_features / GLM53_TILE);
-    tile_column column = {.stride = num_tiles * halves};
-    column.first = rect->matrix->trellis + (size_t)b * K_TILES * column.stride + (size_t)nt * halves;
-    return column;
-}
-
-/* Runs of tiles are read by eight streams at once, one per k-tile; the hardware follows them only in part. */
-enum { PREFETCH_BYTES = 768 };
-
-INLINE void prefetch_column(tile_column column, size_t tile_bytes) {
-    for (size_t i = 0; i < K_TILES; i++) {
-        uintptr_t ahead =
-            (uintptr_t)(column.first + i * column.stride) + PREFETCH_BYTES; /* may be past the end */
-        for (size_t at = 0; at < tile_bytes; at += 64) _mm_prefetch((const char *)(ahead + at), _MM_HINT_T0);
-    }
-}
-
 INLINE void fill_streams(tile_stream streams[K_TILES], tile_column column, int32_t bits_x2) {
     for (size_t i = 0; i < K_TILES; i++) fill_stream(&streams[i], column.first + i * column.stride, bits_x2);
 }
@@ -292,14 +267,6 @@ INLINE void advance_sums(sums_pipeline *pipeline, tile_column column, const tile
     }
     byte_sums_x4(pipeline->sums);
     states_ahead(column, streams, plan, format, g, kt, 2, pipeline->states);
-}
-
-INLINE const float *block_of(const glm53_rect *rect, int32_t b, int32_t r) {
-    return rect->x + ((size_t)b * (size_t)rect->rows + (size_t)r) * GLM53_X_FLOATS;
-}
-
-INLINE float *acc_of(const glm53_rect *rect, int32_t r, int32_t nt) {
-    return rect->acc + (size_t)r * rect->acc_stride + (size_t)(nt - rect->tile_begin) * GLM53_TILE;
 }
 
 INLINE void add_to(float *acc, __m256 part, bool is_first) {

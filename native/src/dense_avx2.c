@@ -279,7 +279,7 @@ static void mix_at(const float *weights, size_t stride, int32_t heads, const flo
     }
 }
 
-#include "avx2_end.h"
+#include "target_end.h"
 
 const glm53_dense_kernels glm53_dense_avx2 = {
     .dot = dot,

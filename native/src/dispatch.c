@@ -10,6 +10,12 @@ static bool has_avx2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
+
+/* Ice Lake, Zen 4 and later. A CPU with some of AVX-512 but not all of these takes AVX2. */
+static bool has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
 
 const char *glm53_status_text(int32_t status) {
@@ -44,6 +50,7 @@ const char *glm53_status_text(int32_t status) {
 const glm53_tier *glm53_find_tier(int32_t isa) {
     if (isa == GLM53_ISA_SCALAR) return &glm53_tier_scalar;
 #ifdef GLM53_HAS_X86
+    if ((isa == GLM53_ISA_AVX512 || isa == GLM53_ISA_AUTO) && has_avx512()) return &glm53_tier_avx512;
     if ((isa == GLM53_ISA_AVX2 || isa == GLM53_ISA_AUTO) && has_avx2()) return &glm53_tier_avx2;
 #endif
     return isa == GLM53_ISA_AUTO ? &glm53_tier_scalar : NULL;

@@ -5,7 +5,7 @@
 #include "avx2_begin.h"
 #include "avx2_math.h"
 
-static bool has_fast16(const glm53_matrix *matrix) { return matrix->codebook == GLM53_CODEBOOK_MUL1; }
+bool glm53_avx2_has_fast16(const glm53_matrix *matrix) { return matrix->codebook == GLM53_CODEBOOK_MUL1; }
 
 enum { VECTORS = GLM53_BLOCK / 8 };
 
@@ -31,19 +31,28 @@ INLINE void transform(__m256 v[VECTORS]) {
     for (int32_t i = 0; i < VECTORS; i++) v[i] = _mm256_mul_ps(v[i], scale);
 }
 
-static void hadamard(const float *x, float *y) {
+void glm53_avx2_hadamard(const float *x, float *y) {
     __m256 v[VECTORS];
     for (int32_t i = 0; i < VECTORS; i++) v[i] = _mm256_loadu_ps(x + 8 * i);
     transform(v);
     for (int32_t i = 0; i < VECTORS; i++) _mm256_storeu_ps(y + 8 * i, v[i]);
 }
 
+/* In which order the products want their activations; a compile-time argument. */
+typedef enum { FOR_AVX2, FOR_AVX512 } row_order;
+
 /* Rows 0..7 of a tile as the quads (0, 2, 4, 6), (1, 3, 5, 7). */
 INLINE __m256 even_odd(__m256 v) {
     return _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
 }
 
-INLINE void quantise(const __m256 v[VECTORS], glm53_fast_block *block) {
+/* Two registers of a k-tile's rows, to 16 bits. */
+INLINE __m256i pack_rows(__m256i low, __m256i high, row_order order) {
+    if (order == FOR_AVX512) return _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), 0xaa);
+    return _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+}
+
+INLINE void quantise(const __m256 v[VECTORS], glm53_fast_block *block, row_order order) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 largest = _mm256_setzero_ps(), poison = _mm256_setzero_ps();
     for (int32_t i = 0; i < VECTORS; i++) {
@@ -63,8 +72,7 @@ INLINE void quantise(const __m256 v[VECTORS], glm53_fast_block *block) {
         __m256i a = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
         __m256i b = _mm256_cvtps_epi32(_mm256_mul_ps(v[i + 1], inverse));
         sum = _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
-        __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
-        _mm256_storeu_si256((__m256i *)(void *)(block->q + 8 * i), packed);
+        _mm256_storeu_si256((__m256i *)(void *)(block->q + 8 * i), pack_rows(a, b, order));
     }
     int32_t parts[8], total = 0;
     _mm256_storeu_si256((__m256i *)(void *)parts, sum);
@@ -74,21 +82,32 @@ INLINE void quantise(const __m256 v[VECTORS], glm53_fast_block *block) {
     block->offset = scale * GLM53_MUL1_OFFSET * (float)total;
 }
 
-static void prepare(const float *x, const uint16_t *suh, int32_t precision, float *block) {
+INLINE void prepare_in_order(const float *x, const uint16_t *suh, int32_t precision, float *block,
+                             row_order order) {
     __m256 v[VECTORS];
     for (int32_t i = 0; i < VECTORS; i++) {
         v[i] = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), load_f16(suh + 8 * i));
     }
     transform(v);
     if (precision == GLM53_FAST16) {
-        quantise(v, (glm53_fast_block *)(void *)block);
+        quantise(v, (glm53_fast_block *)(void *)block, order);
     } else {
-        for (int32_t i = 0; i < VECTORS; i++) _mm256_storeu_ps(block + 8 * i, even_odd(v[i]));
+        for (int32_t i = 0; i < VECTORS; i++) {
+            _mm256_storeu_ps(block + 8 * i, order == FOR_AVX2 ? even_odd(v[i]) : v[i]);
+        }
     }
 }
 
-static void finish(const float *parts, int32_t num_parts, size_t stride, const uint16_t *svh,
-                   const uint16_t *bias, float *y) {
+static void prepare(const float *x, const uint16_t *suh, int32_t precision, float *block) {
+    prepare_in_order(x, suh, precision, block, FOR_AVX2);
+}
+
+void glm53_avx2_prepare_for_avx512(const float *x, const uint16_t *suh, int32_t precision, float *block) {
+    prepare_in_order(x, suh, precision, block, FOR_AVX512);
+}
+
+void glm53_avx2_finish(const float *parts, int32_t num_parts, size_t stride, const uint16_t *svh,
+                       const uint16_t *bias, float *y) {
     __m256 v[VECTORS];
     for (int32_t i = 0; i < VECTORS; i++) v[i] = _mm256_loadu_ps(parts + 8 * i);
     for (int32_t p = 1; p < num_parts; p++) {
@@ -103,7 +122,7 @@ static void finish(const float *parts, int32_t num_parts, size_t stride, const u
     }
 }
 
-static void activate(const float *gate, const float *up, float limit, int32_t clamp, float *a) {
+void glm53_avx2_activate(const float *gate, const float *up, float limit, int32_t clamp, float *a) {
     const __m256 top = _mm256_set1_ps(limit), bottom = _mm256_set1_ps(-limit);
     for (int32_t i = 0; i < GLM53_BLOCK; i += 8) {
         __m256 g = _mm256_loadu_ps(gate + i), u = _mm256_loadu_ps(up + i);
@@ -115,27 +134,27 @@ static void activate(const float *gate, const float *up, float limit, int32_t cl
     }
 }
 
-static void add_scaled(float *y, const float *x, float scale, int32_t n) {
+void glm53_avx2_add_scaled(float *y, const float *x, float scale, int32_t n) {
     const __m256 factor = _mm256_set1_ps(scale);
     for (int32_t i = 0; i < n; i += 8) {
         _mm256_storeu_ps(y + i, _mm256_fmadd_ps(_mm256_loadu_ps(x + i), factor, _mm256_loadu_ps(y + i)));
     }
 }
 
-#include "avx2_end.h"
+#include "target_end.h"
 
 const glm53_tier glm53_tier_avx2 = {
     .isa = GLM53_ISA_AVX2,
     .dense = &glm53_dense_avx2,
-    .has_fast16 = has_fast16,
+    .has_fast16 = glm53_avx2_has_fast16,
     .decode_block = glm53_avx2_decode_block,
-    .hadamard = hadamard,
+    .hadamard = glm53_avx2_hadamard,
     .prepare = prepare,
     .multiply_exact = glm53_avx2_multiply_exact,
     .multiply_fast = glm53_avx2_multiply_fast,
-    .finish = finish,
-    .activate = activate,
-    .add_scaled = add_scaled,
+    .finish = glm53_avx2_finish,
+    .activate = glm53_avx2_activate,
+    .add_scaled = glm53_avx2_add_scaled,
 };
 
 #else

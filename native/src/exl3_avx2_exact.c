@@ -187,7 +187,7 @@ void glm53_avx2_decode_block(const glm53_matrix *matrix, int32_t b, float *w) {
     }
 }
 
-#include "avx2_end.h"
+#include "target_end.h"
 #else
 /* An empty translation unit is not C. */
 typedef int glm53_no_avx2;

@@ -18,10 +18,6 @@ INLINE void flush_fast(const __m256i sums[2 * GROUPS], const glm53_fast_block *b
     }
 }
 
-INLINE const glm53_fast_block *fast_block_of(const glm53_rect *rect, int32_t b, int32_t r) {
-    return (const glm53_fast_block *)(const void *)block_of(rect, b, r);
-}
-
 INLINE __m256i octet(const int16_t *q) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)q));
 }
@@ -150,7 +146,7 @@ void glm53_avx2_multiply_fast(const glm53_rect *rect) {
     }
 }
 
-#include "avx2_end.h"
+#include "target_end.h"
 #else
 /* An empty translation unit is not C. */
 typedef int glm53_no_avx2;

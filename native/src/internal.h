@@ -72,6 +72,7 @@ extern const glm53_tier glm53_tier_scalar;
 #if defined(__x86_64__) && !defined(GLM53_PORTABLE)
 #define GLM53_HAS_X86 1
 extern const glm53_tier glm53_tier_avx2;
+extern const glm53_tier glm53_tier_avx512;
 #endif
 
 /* NULL if the CPU or the build lacks it. */

@@ -1,6 +1,8 @@
 /* Every kernel of every instruction set in buffers of exact size, against the scalar one: run it under ASan
  * and UBSan. */
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "check.h"
 
@@ -62,6 +64,40 @@ static void test_unaligned_weights(glm53_pool *pool, glm53_pool *scalar) {
     compare_linear(pool, scalar, &moved, GLM53_FAST16);
     free(room);
     free_matrix(&matrix);
+}
+
+/* The sanitizers do not see masked vector loads; a page that cannot be read sees every access to it. */
+static void test_nothing_outside_the_weights_is_read(glm53_pool *pool) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    uint32_t seed = 9;
+    float *x = random_floats(&seed, 3 * 128), *a = nan_floats(3 * 128), *b = nan_floats(3 * 128);
+    for (int32_t bits_x2 = 2; bits_x2 <= 16; bits_x2++) {
+        glm53_matrix matrix = random_matrix(&seed, 128, 128, bits_x2, GLM53_CODEBOOK_MUL1);
+        if (glm53_matrix_check(&matrix) == GLM53_OK) {
+            size_t bytes = 8 * 8 * 16 * (size_t)bits_x2, room = (bytes + page - 1) / page * page;
+            uint8_t *map =
+                mmap(NULL, room + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            CHECK(map != MAP_FAILED);
+            CHECK(mprotect(map, page, PROT_NONE) == 0 && mprotect(map + page + room, page, PROT_NONE) == 0);
+            for (int32_t at_end = 0; at_end <= 1; at_end++) {
+                glm53_matrix moved = matrix;
+                uint8_t *weights = map + page + (at_end ? room - bytes : 0);
+                memcpy(weights, matrix.trellis, bytes);
+                moved.trellis = (const uint16_t *)(void *)weights;
+                for (int32_t i = 0; i < 4; i++) { /* one row and three, exact and fast */
+                    int32_t rows = 1 + (i & 2), precision = i & 1 ? GLM53_FAST16 : GLM53_EXACT32;
+                    CHECK(glm53_linear(pool, &moved, x, rows, precision, a) == GLM53_OK);
+                    CHECK(glm53_linear(pool, &matrix, x, rows, precision, b) == GLM53_OK);
+                    CHECK(memcmp(a, b, (size_t)rows * 128 * sizeof *a) == 0);
+                }
+            }
+            munmap(map, room + 2 * page);
+        }
+        free_matrix(&matrix);
+    }
+    free(x);
+    free(a);
+    free(b);
 }
 
 static void test_experts(glm53_pool *pool, glm53_pool *scalar) {
@@ -304,6 +340,7 @@ int main(void) {
         glm53_pool *pool = make_pool(2, isa);
         test_every_format(pool, scalar);
         test_unaligned_weights(pool, scalar);
+        test_nothing_outside_the_weights_is_read(pool);
         test_experts(pool, scalar);
         test_plain_linear(pool, scalar);
         test_norm_and_streams(pool, scalar);

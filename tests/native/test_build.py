@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from cffi_build.build import BuildError, Sources, build, target_name
-from glm53srv.kernels import KernelPool
+from glm53srv.errors import MachineError
+from glm53srv.kernels import Isa, KernelPool
 from glm53srv.native_library import NativeLibrary, open_library
 from reference import exl3
 from tests.native.builders import as_matrix
@@ -102,10 +103,14 @@ def test_command_prints_one_line(checkout: Path) -> None:
     assert "_kernels_abi.so" in done.stdout
 
 
-def test_portable_build_needs_no_x86_instruction_set(checkout: Path) -> None:
+@pytest.mark.parametrize("isa", [Isa.AVX2, Isa.AVX512], ids=lambda isa: isa.name)
+def test_portable_build_offers_the_scalar_kernels_alone(checkout: Path, isa: Isa) -> None:
     build(checkout, checkout / "package", compiler=PORTABLE, mode="abi")
-    isas = [isa.name for isa in open_library(checkout / "package").features().isas]
-    assert isas == ["SCALAR"]
+    library = open_library(checkout / "package")
+    assert library.features().isas == (Isa.SCALAR,)
+    refusal = f"{isa.name} is not there: this CPU and build offer SCALAR$"
+    with pytest.raises(MachineError, match=refusal):
+        KernelPool(1, isa, library=library)
 
 
 def test_declarations_come_from_the_header() -> None:

@@ -28,16 +28,6 @@ def test_scalar_is_always_there() -> None:
     assert Isa.SCALAR in cpu_features().isas
 
 
-def test_missing_instruction_set_is_a_machine_error() -> None:
-    missing = [isa for isa in Isa if isa is not Isa.AUTO and isa not in cpu_features().isas]
-    if not missing:
-        pytest.skip("this CPU and build have every instruction set")
-    with pytest.raises(
-        MachineError, match=f"{missing[0].name} is not there: this CPU and build offer SCALAR"
-    ):
-        KernelPool(1, missing[0])
-
-
 def test_kernels_that_are_not_built_name_the_command(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="not built; build them with: python -m cffi_build"):
         open_library(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glm53srv.kernels import Clamp, KernelPool, Precision
+from glm53srv.kernels import Clamp, Isa, KernelPool, Precision, cpu_features
 from reference import exl3
 from tests.native.builders import (
     ALL_FORMATS,
@@ -28,6 +28,20 @@ def test_linear_matches_float64(pool: KernelPool, codebook: str, bits: float, pr
     y = pool.linear(x, matrix, precision)
     used = pool.effective_precision(matrix, precision)
     assert relative_rms(y, exl3.linear(x.astype(np.float64), tensors)) < TOLERANCE[used]
+
+
+@pytest.mark.parametrize("bits", [bits for codebook, bits in ALL_FORMATS if codebook == "mul1"])
+def test_fast16_gives_the_same_bits_on_avx2_and_avx512(bits: float) -> None:
+    # Its sums over a block are exact integers, and all that follows is done by the same functions.
+    if Isa.AVX512 not in cpu_features().isas:
+        pytest.skip("needs AVX512, which this CPU or build lacks")
+    rng = np.random.default_rng(23)
+    matrix = as_matrix(exl3.random_tensors(rng, 384, 256, bits, "mul1"))
+    x = rng.normal(size=(9, 384)).astype(np.float32)
+    with KernelPool(1, Isa.AVX2) as avx2, KernelPool(1, Isa.AVX512) as avx512:
+        for rows in range(1, len(x) + 1):
+            y = avx512.linear(x[:rows], matrix, Precision.FAST16)
+            np.testing.assert_array_equal(y, avx2.linear(x[:rows], matrix, Precision.FAST16))
 
 
 @pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
@@ -53,9 +67,12 @@ def test_linear_handles_every_cut_of_a_matrix(
 
 
 @pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
-def test_linear_row_bits_do_not_depend_on_other_rows(pool: KernelPool, precision: Precision) -> None:
+@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+def test_linear_row_bits_do_not_depend_on_other_rows(
+    pool: KernelPool, bits: int, precision: Precision
+) -> None:
     rng = np.random.default_rng(3)
-    matrix = as_matrix(exl3.random_tensors(rng, 1280, 384, 3, "mul1"))
+    matrix = as_matrix(exl3.random_tensors(rng, 1280, 384, bits, "mul1"))
     x = rng.normal(size=(40, 1280)).astype(np.float32)
     alone = np.concatenate([pool.linear(x[r : r + 1], matrix, precision) for r in range(len(x))])
     for rows in (2, 3, 4, 5, 6, 7, 8, 9, 17, 40):

@@ -20,6 +20,9 @@ from tests.pretended_machine import (
 
 MIB = 2**20
 
+SKYLAKE_FLAGS = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw"})
+"""Of a CPU with some of AVX-512, but not what our kernels need of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -211,9 +214,18 @@ WITHOUT_GPU = (
         "kernels asked for that are not there",
         "kernels",
         FATAL,
-        "--isa avx512: this CPU or this build has only scalar, avx2",
+        "--isa avx512: the CPU has no avx512vbmi, avx512_vnni; there is scalar, avx2",
         "use --isa auto",
-        lambda: PretendedProbe(server_machine()),
+        lambda: PretendedProbe(server_machine(cpu_flags=SKYLAKE_FLAGS)),
+        ("--isa", "avx512"),
+    ),
+    Case(
+        "kernels asked for that were not built",
+        "kernels",
+        FATAL,
+        "--isa avx512: this build has no AVX512 kernels; there is scalar, avx2",
+        "use --isa auto",
+        lambda: PretendedProbe(server_machine(cpu_flags=SKYLAKE_FLAGS | {"avx512vbmi", "avx512_vnni"})),
         ("--isa", "avx512"),
     ),
     Case(

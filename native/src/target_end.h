@@ -1,4 +1,4 @@
-/* See avx2_begin.h. */
+/* Closes what avx2_begin.h or avx512_begin.h opened. */
 #undef INLINE
 
 #if defined(__clang__)

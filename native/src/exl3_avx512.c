@@ -1,0 +1,24 @@
+/* AVX-512: the table. It speeds up the products, which take nearly all the time; what stands around them, and
+ * the engine's dense loops, are AVX2's. */
+#include "exl3_avx512.h"
+
+#include "exl3_avx2.h"
+
+#ifdef GLM53_HAS_X86
+const glm53_tier glm53_tier_avx512 = {
+    .isa = GLM53_ISA_AVX512,
+    .dense = &glm53_dense_avx2,
+    .has_fast16 = glm53_avx2_has_fast16,
+    .decode_block = glm53_avx512_decode_block,
+    .hadamard = glm53_avx2_hadamard,
+    .prepare = glm53_avx2_prepare_for_avx512,
+    .multiply_exact = glm53_avx512_multiply_exact,
+    .multiply_fast = glm53_avx512_multiply_fast,
+    .finish = glm53_avx2_finish,
+    .activate = glm53_avx2_activate,
+    .add_scaled = glm53_avx2_add_scaled,
+};
+#else
+/* An empty translation unit is not C. */
+typedef int glm53_no_avx512;
+#endif
