@@ -38,6 +38,7 @@ from glm53srv.engine.cuda.loading import (
 )
 from glm53srv.engine.cuda.model import PAGE_TOKENS, Chunk
 from glm53srv.engine.cuda.package import open_package
+from glm53srv.engine.cuda.warm_up import FIRST_STEP_MS, run_every_shape
 from glm53srv.engine.cuda.watchdog import DeviceWatchdog
 from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
@@ -61,8 +62,6 @@ logger = logging.getLogger(__name__)
 
 _JUDGED_ROWS = 32
 """Rows of prompt logits that exist at once, as in the CPU engine."""
-_FIRST_STEP_MS = 50.0
-"""What the copy budget grants by before a step was timed."""
 NUM_CHECKED_SLOTS = 32
 """Resident experts compared with their home copies after warm-up."""
 
@@ -93,7 +92,7 @@ class CudaEngine:
         self._is_closed = False
         self._watchdog = DeviceWatchdog()
         self._failed: dict[int, str] = {}  # slots whose prompt outgrew the card, and what is said of them
-        self._step_ms = _FIRST_STEP_MS
+        self._step_ms = FIRST_STEP_MS
 
     @classmethod
     def load(
@@ -171,16 +170,8 @@ class CudaEngine:
         """Run a whole chunk, staged, and decode steps of each width behind it, then check some slots."""
         require(not self._book.slots, "warm_up while sequences run")
         with torch.inference_mode():
-            self._warm_up()
+            run_every_shape(self._model, self._offload, self._limits)
         self.check_slots(NUM_CHECKED_SLOTS)
-
-    def _warm_up(self) -> None:
-        limits = self._limits
-        room = limits.num_pages // limits.max_streams * PAGE_TOKENS
-        tokens = max(1, min(limits.max_chunk_tokens, limits.max_context_tokens - 8, room - 8))
-        self._warm_prompt(tokens)
-        for width in range(1, limits.max_streams + 1):
-            self._warm_decode(width, tokens)
 
     def check_slots(self, num_samples: int, seed: int = 0) -> int:
         """Compare resident experts with their home copies; gives how many. Raises EngineError naming one."""
@@ -359,36 +350,6 @@ class CudaEngine:
         for slot in slots:
             slot.num_computed += 1
         return host
-
-    def _warm_prompt(self, num_tokens: int) -> None:
-        state = self._model.new_state()
-        try:
-            self._offload.begin_chunk(num_tokens)
-            ids = [1 + index * 7 % 251 for index in range(num_tokens)]
-            chunk = self._model.begin_chunk(ids, state, list(range(self._limits.num_pages)), 0, is_last=True)
-            self._model.run_layers(chunk, 0, self._limits.num_layers, wants_rows=True)
-            self._model.head(chunk, self._model.last_hidden(chunk)[:, -1:])
-            del chunk
-            self._offload.end_chunk(is_more_waiting=False)
-        finally:
-            state.free()
-
-    def _warm_decode(self, width: int, position: int) -> None:
-        """Decode behind a long context whose recurrent part is empty: the same kernels, the same time."""
-        states = [self._model.new_state() for _ in range(width)]
-        share = self._limits.num_pages // self._limits.max_streams
-        pages = [list(range(row * share, (row + 1) * share)) for row in range(width)]
-        try:
-            for state in states:
-                state.position = position
-            for step in range(3):
-                self._offload.begin_decode(width)
-                logits = self._model.decode([7] * width, states, pages, [position + step] * width)
-                self._offload.end_decode(_FIRST_STEP_MS)
-                self._model.to_host(logits)
-        finally:
-            for state in states:
-                state.free()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,15 @@ class FakeState:
     tokens: list[int] = field(default_factory=list)
     frees: int = 0
 
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+    @position.setter
+    def position(self, position: int) -> None:
+        """Pretend a context of this length."""
+        self.tokens = [0] * position
+
     def free(self) -> None:
         self.frees += 1
         self.model.num_states -= 1

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, as make test-triton installs it")
 
 from glm53srv.engine.base import StepPlan
+from glm53srv.engine.cuda.warm_up import run_every_shape
 from glm53srv.errors import EngineError
 from glm53srv.request import PromptLogprobs
 from tests.engine.cuda.fakes import NUM_LAYERS, VOCAB, FakeModel, FakeOffload, logits_after, make_engine
@@ -146,6 +147,16 @@ def test_memory_that_runs_out_in_decode_ends_the_engine(bench: Bench) -> None:
         bench.driver.decode([stream], 1)
     with pytest.raises(EngineError, match="after a failed step"):
         bench.engine.step(StepPlan(99))
+
+
+def test_warm_up_runs_a_chunk_and_every_width_and_leaves_nothing(bench: Bench) -> None:
+    run_every_shape(bench.model, bench.offload, bench.engine.limits)  # type: ignore[arg-type]  # stand-ins
+    calls = bench.offload.calls
+    assert calls[:2] == ["chunk 16", "end last"]
+    assert [call for call in calls if call.startswith("decode")] == [
+        f"decode {width}" for width in (1, 2, 3, 4) for _ in range(3)
+    ]
+    assert bench.model.num_states == 0
 
 
 def test_close_frees_in_order_and_only_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,54 @@
+"""Runs what requests will run, so that the first of them is not slower than the second."""
+
+from __future__ import annotations
+
+from glm53srv.engine.base import EngineLimits
+from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
+from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+
+FIRST_STEP_MS = 50.0
+"""What the copy budget grants by before a step was timed."""
+STEPS_PER_WIDTH = 3
+"""exllamav3 runs a shape plainly at first, captures it the second time and replays it from then on."""
+
+
+def run_every_shape(model: CudaModel, offload: GpuOffload, limits: EngineLimits) -> None:
+    """Run a whole chunk, staged, and decode steps of each width behind it; no sequence may be running."""
+    room = limits.num_pages // limits.max_streams * PAGE_TOKENS
+    tokens = max(1, min(limits.max_chunk_tokens, limits.max_context_tokens - 8, room - 8))
+    run_chunk(model, offload, limits, tokens)
+    for width in range(1, limits.max_streams + 1):
+        run_width(model, offload, limits, width, tokens)
+
+
+def run_chunk(model: CudaModel, offload: GpuOffload, limits: EngineLimits, num_tokens: int) -> None:
+    """Prefill a sequence that nobody keeps, to its logits."""
+    state = model.new_state()
+    try:
+        offload.begin_chunk(num_tokens)
+        ids = [1 + index * 7 % 251 for index in range(num_tokens)]
+        chunk = model.begin_chunk(ids, state, list(range(limits.num_pages)), 0, is_last=True)
+        model.run_layers(chunk, 0, limits.num_layers, wants_rows=True)
+        model.head(chunk, model.last_hidden(chunk)[:, -1:])
+        del chunk  # its activations are the memory that is given back
+        offload.end_chunk(is_more_waiting=False)
+    finally:
+        state.free()
+
+
+def run_width(model: CudaModel, offload: GpuOffload, limits: EngineLimits, width: int, position: int) -> None:
+    """Decode behind a long context whose recurrent part is empty: the same kernels, the same time."""
+    states = [model.new_state() for _ in range(width)]
+    share = limits.num_pages // limits.max_streams
+    pages = [list(range(row * share, (row + 1) * share)) for row in range(width)]
+    try:
+        for state in states:
+            state.position = position
+        for step in range(STEPS_PER_WIDTH):
+            offload.begin_decode(width)
+            logits = model.decode([7] * width, states, pages, [position + step] * width)
+            offload.end_decode(FIRST_STEP_MS)
+            model.to_host(logits)
+    finally:
+        for state in states:
+            state.free()
