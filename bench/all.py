@@ -84,9 +84,11 @@ def _random_model(run: Run) -> str | None:
 
 
 def _needle_words(run: Run) -> list[str]:
-    # the demo model reads chats only, and was trained on texts of up to 1,024 tokens
+    # the demo model reads chats only, was trained on texts of up to 1,024 tokens, and misses some 8 % of the
+    # facts itself: the same draws each time, so that a failure is the server's
     dialogue = str(REPOSITORY / "reference" / "demo" / "needle.json")
-    return ["--dialogue", dialogue, "--tokens", "300", "700"] if run.is_demo else []
+    words = ["--dialogue", dialogue, "--tokens", "300", "700", "--seed", "1", "--min-found", "0.6"]
+    return words if run.is_demo else []
 
 
 def _panel_limits(run: Run) -> list[str]:

@@ -69,12 +69,14 @@ class Answer:
 class Asker:
     """Asks one server. chars_per_token is learnt from its counts, so that texts get the wanted length."""
 
-    def __init__(self, client: Client, haystack: Haystack, fields: dict[str, Any], max_tokens: int) -> None:
+    def __init__(
+        self, client: Client, haystack: Haystack, fields: dict[str, Any], max_tokens: int, seed: int
+    ) -> None:
         self._client = client
         self._haystack = haystack
         self._fields = fields
         self._max_tokens = max_tokens
-        self._rng = random.Random(secrets.randbits(64))
+        self._rng = random.Random(seed)
         self._guesses: dict[str, str] = {}
         self.chars_per_token = 4.0
 
@@ -148,7 +150,8 @@ def main(argv: Sequence[str]) -> int:
     report = open_report(TOOL, argv, client, out=options.out, secret=options.api_key)
     progress = Progress(None if options.quiet else sys.stderr)
     fields: dict[str, Any] = {} if options.thinking else {"chat_template_kwargs": {"enable_thinking": False}}
-    asker = Asker(client, haystack, fields, options.max_tokens)
+    seed = secrets.randbits(64) if options.seed is None else options.seed
+    asker = Asker(client, haystack, fields, options.max_tokens, seed)
     room = measure.context_tokens(report.server_before or {}) - options.max_tokens
     lengths = [num_tokens for num_tokens in options.tokens if num_tokens * SLACK <= room]
     left_out = sorted(set(options.tokens) - set(lengths))
@@ -222,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--thinking", action="store_true", help="let the model think first (default: thinking off)")
     add("--max-tokens", type=int, default=200, help="longest answer (%(default)s)")
+    add("--seed", type=int, help="of the draws; a server may know the texts of a seed (default: new ones)")
     add("--min-found", type=float, default=1.0, help="smallest good share (%(default)s)")
     return parser
 
