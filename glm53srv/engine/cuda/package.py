@@ -88,7 +88,7 @@ def open_package(mode: Mode, tuning_dir: Path | None = None, *, pins_kernels: bo
     wrong = {name: os.environ.get(name) for name in pins if os.environ.get(name) != pins[name]}
     if wrong and "exllamav3" in sys.modules:
         raise MachineError(f"exllamav3 was imported with other numerics ({wrong}); start a new process")
-    os.environ.update(pins)  # for the package; this program reads none of them
+    os.environ.update(pins)  # for the package; read above only to tell an import under other numerics
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     torch = _import("torch")
     if not torch.cuda.is_available():
