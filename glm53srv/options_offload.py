@@ -119,6 +119,16 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "offload",
     ),
     Option(
+        "cuda_graphs",
+        ("--cuda-graphs",),
+        "GLM53_CUDA_GRAPHS",
+        "choice",
+        "on",
+        "capture decode steps on a GPU into CUDA graphs; off launches each kernel from Python: slower",
+        "offload",
+        choices=("on", "off"),
+    ),
+    Option(
         "ec_max_slots",
         ("--ec-max-slots",),
         "GLM53_EC_MAX_SLOTS",

@@ -167,6 +167,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         vram_bytes=int(options.vram_gib * GIB) if options.vram_gib else None,
         max_chunk_tokens=options.chunk_tokens,
         tuning_dir=options.tuning_dir,
+        graphs=options.graphs,
     )
 
 

@@ -59,7 +59,8 @@ class CudaOptions:
     cache_tokens: room of the paged cache over all sequences. max_chunk_tokens: a prefill chunk at most; less
     if the card cannot hold its activations. vram_bytes: what of the card may be used, None for all that is
     free. offload: mode, cache and CPU workers; 0 crew_threads leaves the workers out; its chunk_slots None
-    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots. tuning_dir: see package.open_package.
+    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots. tuning_dir: see package.open_package. graphs:
+    whether decode steps are captured, see graphs.py.
     """
 
     offload: OffloadOptions = field(default_factory=OffloadOptions)
@@ -70,6 +71,7 @@ class CudaOptions:
     poisons: bool = False
     device: int = 0
     tuning_dir: Path | None = None
+    graphs: bool = True
 
     @property
     def mode(self) -> Mode:
@@ -292,7 +294,7 @@ def _hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
         poll_us=POLL_US,
         deadline_ms=wanted.deadline_ms,
     )
-    return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension)
+    return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension, loaded.device)
 
 
 class _Counter:
