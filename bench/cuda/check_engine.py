@@ -56,7 +56,11 @@ class Ours:
         limits = self.engine.limits
         self.tap = Tap(limits.vocab_size, limits.eos_token_ids)
         self.engine._sampler = self.tap
-        self.engine.warm_up()
+        try:
+            self.engine.warm_up()
+        except BaseException:
+            self.engine.close()
+            raise
         self._step = 0
         self.positions: dict[int, int] = {}
 

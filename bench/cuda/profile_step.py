@@ -2,8 +2,9 @@
 
     python -m bench.cuda.profile_step --mode fast --layers 15
 
-Takes the options of `glm53srv bench-model`; --out NAME writes a trace of each to NAME.*.json.gz. Runs steps under torch's profiler and adds up intervals of the
-device: compute (kernels), copies, both at once, neither. "neither" is the device waiting for the host.
+Takes the options of `glm53srv bench-model`; --out NAME writes a trace of each to NAME.*.json.gz. Runs steps
+under torch's profiler and adds up intervals of the device: compute (kernels), copies, both at once, neither.
+"neither" is the device waiting for the host.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +78,11 @@ def main(argv: list[str]) -> int:
                 driver.prefill_s(slot, 96)
             for _ in range(options.warm_steps):
                 driver.step(decode=slots)
+            begin = time.perf_counter()
+            for _ in range(options.steps):
+                driver.step(decode=slots)
+            step_ms = (time.perf_counter() - begin) / options.steps * 1e3
+            say(f"decode of {width} without the profiler: {step_ms:.2f} ms a step")
             profile(f"decode of {width}", functools.partial(driver.step, decode=slots), 8, options.out)
             driver.step(release=slots)
         for length in options.prefill_tokens:

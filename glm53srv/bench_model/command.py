@@ -139,7 +139,11 @@ def build_engine(
         arena.close()
         raise
     mark("opened")
-    engine.warm_up()
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
     mark("warm")
     calibration = engine.offload.calibration
     for line in (*explain(engine.offload.plan), *describe(calibration, arena.layout.record_bytes)):

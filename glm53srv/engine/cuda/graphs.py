@@ -84,6 +84,14 @@ class StepInputs:
         return self._ints[2 * width : end].view(width, pages)
 
 
+class Recorder:
+    """What all captures of a model share: cuBLAS holds a workspace for each stream that it meets."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class DecodeGraph:
     """Steps of one width. Everything on the engine thread, under torch.inference_mode().
 
@@ -92,7 +100,7 @@ class DecodeGraph:
     """
 
     def __init__(
-        self, parts: Parts, cache: Any, width: int, max_pages: int, *, by_row: bool, pool: Any
+        self, parts: Parts, cache: Any, width: int, max_pages: int, recorder: Recorder, *, by_row: bool
     ) -> None:
         embedding = parts.prolog[0]
         self._embedding = embedding
@@ -100,8 +108,7 @@ class DecodeGraph:
         self._cache = cache
         self._width = width
         self._by_row = by_row and width > 1
-        self._pool = pool
-        self._stream = torch.cuda.Stream()
+        self._recorder = recorder
         self._attentions = [block.attn for block in parts.blocks if is_latent_attention(block.attn)]
         self._recurrent = [block.attn for block in parts.blocks if not is_latent_attention(block.attn)]
         self._dense = [block.mlp for block in parts.blocks if getattr(block.mlp, "bc", None) is not None]
@@ -127,7 +134,7 @@ class DecodeGraph:
             "layer_instance": 0,
         }
         x = self._inputs.x
-        with torch.cuda.stream(self._stream), planner.planning(self._width), self._cutting():
+        with torch.cuda.stream(self._recorder.stream), planner.planning(self._width), self._cutting():
             self._begin()
             try:
                 for module in self._modules:
@@ -195,7 +202,7 @@ class DecodeGraph:
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may call the driver meanwhile: the log's, the watchdog's.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._recorder.pool, capture_error_mode="thread_local")
 
     @contextlib.contextmanager
     def _cutting(self) -> Iterator[None]:
@@ -219,6 +226,8 @@ class DecodeGraph:
     def _renew(self) -> None:
         """Set up anew what would launch a graph of the package's."""
         for layer in self._recurrent:
+            if not layer.bc_split:
+                continue  # runs from Python: convolution weights in fp32, see weights.py
             layer._bc_configure_slot_kda(self._width, 1, False)
         for mlp in self._dense:
             if not hasattr(mlp, "multi_gu"):

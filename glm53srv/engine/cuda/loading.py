@@ -153,7 +153,9 @@ def load_model(
             f"the model has {len(layers)} sparse layers, the arena {arena.geometry.num_layers}"
         )
     counter = _Counter(progress, 9 * arena.geometry.num_keys)
-    stock_config.stc = ArenaTensors(files, arena, alias, sparse_layers(config), counter)
+    stock_config.stc = ArenaTensors(
+        files, arena, alias, sparse_layers(config), counter, compiles_kda=options.mode == "fast"
+    )
     cache = root.Cache(
         model,
         max_num_tokens=options.num_pages * PAGE_TOKENS,

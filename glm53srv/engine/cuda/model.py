@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from glm53srv.engine.cuda.graphs import DecodeGraph, Parts, Planner
+from glm53srv.engine.cuda.graphs import DecodeGraph, Parts, Planner, Recorder
 
 PAGE_TOKENS = 256
 """The package's page of the cache."""
@@ -50,7 +50,7 @@ class CudaModel:
         blocks = [index for index, module in enumerate(modules) if module.layer_idx is not None]
         first, end = blocks[0], blocks[-1] + 1
         self._prolog, self._blocks, self._epilog = modules[:first], modules[first:end], modules[end:]
-        self._pool: Any = None
+        self._recorder: Recorder | None = None
         self._graphs: dict[int, DecodeGraph] = {}
         head = [bool(module.caps.get("logits_output")) for module in self._epilog]
         if head != [False] * (len(head) - 1) + [True]:
@@ -65,11 +65,11 @@ class CudaModel:
 
         Raises RuntimeError where that cannot be done.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self._recorder is None:
+            self._recorder = Recorder()
         parts = Parts(self._prolog, self._blocks, self._epilog)
         max_pages = -(-self._cache.max_num_tokens // PAGE_TOKENS // TABLE_STEP) * TABLE_STEP
-        graph = DecodeGraph(parts, self._cache, width, max_pages, by_row=by_row, pool=self._pool)
+        graph = DecodeGraph(parts, self._cache, width, max_pages, self._recorder, by_row=by_row)
         graph.capture(planner)
         self._graphs[width] = graph
 
