@@ -43,7 +43,7 @@ class OffloadConfig:
     ct_swz: str | None = None
     max_slots: int | None = None
     stage_gib: float = 2.6
-    elastic_gib: float = 10.0
+    elastic_gib: float = 12.0
     reserve_gib: float | None = None
     vram_gib: float | None = None
     heat_path: Path | None = None

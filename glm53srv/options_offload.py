@@ -154,7 +154,7 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         ("--ec-elastic-gb",),
         "GLM53_EC_ELASTIC_GB",
         "float",
-        10.0,
+        12.0,
         "part of the cache that a prefill may borrow",
         "offload",
         unit="GiB",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,9 +85,14 @@ class StepInputs:
 
 
 class Recorder:
-    """What all captures of a model share: cuBLAS holds a workspace for each stream that it meets."""
+    """What all captures of a model share: cuBLAS holds a workspace for each stream that it meets.
 
-    def __init__(self) -> None:
+    scratch: gives the package's workspaces. Graphs write to them by address, and the package drops them all
+    when the process loads another model.
+    """
+
+    def __init__(self, scratch: Callable[[], list[Any]]) -> None:
+        self.scratch = scratch
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -147,6 +152,7 @@ class DecodeGraph:
             self._graph.capture_end()
             self._segments.append(_Segment(self._graph))
         self._logits = x[:, 0]
+        self._kept += self._recorder.scratch()
         torch.cuda.synchronize()
 
     def run(

@@ -40,8 +40,9 @@ from glm53srv.offload.vram_plan import GIB, explain, plan_vram
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = (512, 1024)
-"""Chunks by which the activations' memory is measured: every expert is read over the link for each, once."""
+PROBE_TOKENS = 1024
+"""The shorter of the two chunks by which the activations' memory is measured. The other is the longest that
+may come: a line through two short ones missed what 8,192 tokens take by hundreds of MB."""
 POLL_US = 100_000
 """How long idle CPU workers poll before they park. The host rings when it begins to enqueue a step, and the
 device posts that step's first job when it gets there: behind the dense layers, or behind a step that still
@@ -237,16 +238,32 @@ def _calibrate(
 def _probe(loaded: LoadedModel, options: CudaOptions) -> LoanParams:
     """Run chunks and decode steps of every width, experts at home; gives what a chunk's activations take."""
     model = loaded.model
-    room = min(options.max_chunk_tokens, options.num_pages * PAGE_TOKENS - 8)
-    lengths = sorted({min(tokens, room) for tokens in PROBE_TOKENS})
-    pages = list(range(-(-(lengths[-1] + 8) // PAGE_TOKENS)))
+    longest = min(options.max_chunk_tokens, options.num_pages * PAGE_TOKENS - 8)
+    pages = list(range(-(-(longest + 8) // PAGE_TOKENS)))
     with torch.inference_mode():
-        run_prompt(model, lengths[-1], pages)  # compiles, and allocates what stays
+        while not _fits(model, longest, pages):  # compiles too, and allocates what stays
+            longest //= 2
+        lengths = sorted({min(PROBE_TOKENS, longest), longest})
         peaks = [(tokens, _peak_of_prompt(loaded, tokens, pages)) for tokens in lengths]
         for width in range(1, options.max_streams + 1):
             if width <= options.num_pages:
                 run_decode(model, width, 3)
     return fit_loan(peaks)
+
+
+def _fits(model: CudaModel, num_tokens: int, pages: list[int]) -> bool:
+    """Run a chunk; tells if there is memory for it. Raises MachineError if not even for a short one."""
+    try:
+        run_prompt(model, num_tokens, pages)
+        return True
+    except torch.OutOfMemoryError as error:
+        if num_tokens <= PAGE_TOKENS:
+            raise MachineError(
+                f"the card has no room for a chunk of {num_tokens} tokens beside the weights: lower -cs, or "
+                f"free the card ({str(error).splitlines()[0]})"
+            ) from error
+    torch.cuda.empty_cache()  # here, where the error's frames no longer hold the chunk
+    return False
 
 
 def _peak_of_prompt(loaded: LoadedModel, num_tokens: int, pages: list[int]) -> int:

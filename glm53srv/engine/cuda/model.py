@@ -66,7 +66,8 @@ class CudaModel:
         Raises RuntimeError where that cannot be done.
         """
         if self._recorder is None:
-            self._recorder = Recorder()
+            shared = importlib.import_module("exllamav3.util.tensor").g_tensor_cache
+            self._recorder = Recorder(lambda: list(shared.cache.values()))
         parts = Parts(self._prolog, self._blocks, self._epilog)
         max_pages = -(-self._cache.max_num_tokens // PAGE_TOKENS // TABLE_STEP) * TABLE_STEP
         graph = DecodeGraph(parts, self._cache, width, max_pages, self._recorder, by_row=by_row)
