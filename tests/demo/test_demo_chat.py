@@ -120,13 +120,6 @@ def test_two_tool_requests_are_right_as_often_as_the_evaluation_says(
     assert all(verdict.stopped for verdict in verdicts)
 
 
-FLOORS = {**TARGETS, "tools": 0.90}
-"""What the shipped weights must not fall below. These weights miss the tools' target by two in a hundred
-(reference/demo/README.md); raise the floor to it with the next ones."""
-
-
-@pytest.mark.parametrize("name", sorted(FLOORS))
-def test_the_evaluation_of_these_weights_is_as_good_as_it_was(
-    name: str, evaluation: dict[str, float]
-) -> None:
-    assert evaluation[name] >= FLOORS[name]
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_the_evaluation_of_these_weights_meets_its_targets(name: str, evaluation: dict[str, float]) -> None:
+    assert evaluation[name] >= TARGETS[name]
