@@ -2,9 +2,10 @@
 
     python -m bench.cuda.profile_step --mode fast --layers 15
 
-Takes the options of `glm53srv bench-model`; --out NAME writes a trace of each to NAME.*.json.gz. Runs steps
-under torch's profiler and adds up intervals of the device: compute (kernels), copies, both at once, neither.
-"neither" is the device waiting for the host.
+Takes the options of `glm53srv bench-model`, and --measure to do first what that does; --out NAME writes a
+trace of each to NAME.*.json.gz. Runs steps of each width, and the first of the prompts, under torch's profiler
+and adds up intervals of the device: compute (kernels), copies, both at once, neither. "neither" is the device
+waiting for the host.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.cuda.intervals import Interval, lanes_of
-from glm53srv.bench_model.command import build_engine
+from glm53srv.bench_model.command import build_engine, measure
 from glm53srv.bench_model.driver import Driver
 from glm53srv.bench_model.options import parse_options
 from glm53srv.engine.cuda.synthetic_plan import require_host_memory
@@ -67,10 +68,12 @@ def profile(what: str, work: Callable[[], Any], num_steps: int, trace: Path | No
 
 
 def main(argv: list[str]) -> int:
-    options, machine = parse_options(argv), read_machine()
+    options, machine = parse_options([word for word in argv if word != "--measure"]), read_machine()
     require_host_memory(published_model(options.layers), machine)
     with tempfile.TemporaryDirectory() as directory:
-        engine, _, _ = build_engine(options, machine, Path(directory), say)
+        engine, model, facts = build_engine(options, machine, Path(directory), say)
+        if "--measure" in argv:
+            measure(options, engine, model, {"load": facts}, say)
         driver = Driver(engine)
         for width in options.streams:
             slots = list(range(width))
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> int:
             say(f"decode of {width} without the profiler: {step_ms:.2f} ms a step")
             profile(f"decode of {width}", functools.partial(driver.step, decode=slots), 8, options.out)
             driver.step(release=slots)
-        for length in options.prefill_tokens:
+        for length in options.prefill_tokens[:1]:
             driver.prefill_s(0, length)
             driver.step(release=[0])
             profile(f"prefill of {length}", functools.partial(driver.prefill_s, 0, length), 1, options.out)

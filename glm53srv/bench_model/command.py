@@ -68,14 +68,15 @@ def _run(
     engine, model, results["load"] = build_engine(options, machine, work_dir, say)
     results["device"] = torch.cuda.get_device_name()
     try:
-        _measure(options, engine, model, results, say)
+        measure(options, engine, model, results, say)
     finally:
         engine.close()
 
 
-def _measure(
+def measure(
     options: BenchOptions, engine: CudaEngine, model: TimedModel, results: dict[str, Any], say: Say
 ) -> None:
+    """Measure a warm engine as the options say, into results."""
     driver = Driver(engine)
     _save(options, results)
     for width in options.streams:

