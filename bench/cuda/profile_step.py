@@ -3,7 +3,7 @@
     python -m bench.cuda.profile_step --mode fast --layers 15
 
 Takes the options of `glm53srv bench-model`, and --measure to do first what that does; --out NAME writes a
-trace of each to NAME.*.json.gz. Runs steps of each width, and the first of the prompts, under torch's profiler
+trace of each to NAME.*.json.gz. Runs steps of each width, and the first prompt, under the profiler of torch
 and adds up intervals of the device: compute (kernels), copies, both at once, neither. "neither" is the device
 waiting for the host.
 """
