@@ -23,7 +23,7 @@ INLINE void fused_exact(const glm53_rect *rect, const tile_plan *plan, tile_form
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             if (format != FORMAT_K3) fill_streams(streams, column, rect->matrix->bits_x2);
             sums_pipeline pipeline;
             start_sums(&pipeline, column, streams, plan, format);
@@ -135,7 +135,7 @@ static void multiply_buffered_exact(const glm53_rect *rect, const tile_plan *pla
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             decode_exact(&buffer, rect->matrix, column, plan);
             int32_t r = 0;
             for (; r + 4 <= rect->rows; r += 4) buffered_exact(rect, &buffer, b, nt, r, 4);

@@ -27,7 +27,7 @@ INLINE void fused_fast(const glm53_rect *rect, const tile_plan *plan, tile_forma
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             if (format != FORMAT_K3) fill_streams(streams, column, rect->matrix->bits_x2);
             states_pipeline pipeline;
             start_states(&pipeline, column, streams, plan, format);
@@ -109,7 +109,7 @@ static void multiply_buffered_fast(const glm53_rect *rect, const tile_plan *plan
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             if (rect->matrix->bits_x2 == 6) {
                 fill_fast(&buffer, rect->matrix, column, plan, FORMAT_K3);
             } else if (rect->matrix->bits_x2 <= 8) {

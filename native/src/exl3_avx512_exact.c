@@ -72,7 +72,7 @@ INLINE void fused_exact(const glm53_rect *rect, const tile_plan *plan, tile_form
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             __m512 sums[2][QUARTERS];
             for (int32_t i = 0; i < rows * QUARTERS; i++)
                 sums[i / QUARTERS][i % QUARTERS] = _mm512_setzero_ps();
@@ -151,7 +151,7 @@ static void multiply_buffered_exact(const glm53_rect *rect, const tile_plan *pla
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             decode_exact(&buffer, rect->matrix, column, plan);
             int32_t r = 0;
             for (; r + 4 <= rect->rows; r += 4) buffered_exact(rect, &buffer, b, nt, r, 4);

@@ -2,15 +2,17 @@
 #ifndef GLM53_INTERNAL_H
 #define GLM53_INTERNAL_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
 
 #include "glm53_kernels.h"
 
 enum {
-    GLM53_TILE = 16,     /* a packed tile is 16 x 16 weights */
-    GLM53_BLOCK = 128,   /* Hadamard width; unit of summation along k */
-    GLM53_X_FLOATS = 128 /* floats of room for one prepared block of activations, in either precision */
+    GLM53_TILE = 16,       /* a packed tile is 16 x 16 weights */
+    GLM53_AHEAD_TILES = 8, /* so many columns of tiles ahead a product prefetches its weights */
+    GLM53_BLOCK = 128,     /* Hadamard width; unit of summation along k */
+    GLM53_X_FLOATS = 128   /* floats of room for one prepared block of activations, in either precision */
 };
 
 /* One prepared block of activations in FAST16; the EXACT32 form is 128 floats in an order of the tier's
@@ -31,8 +33,9 @@ typedef struct {
 
 /* A rectangle of a product: 128-blocks [block_begin, block_end) of k, tiles [tile_begin, tile_end) of n.
  * x: prepared blocks, block-major: block b of row r starts at float (b * rows + r) * GLM53_X_FLOATS.
- * acc: row r, column n (from tile_begin * 16) at r * acc_stride + n; overwritten. */
-typedef struct {
+ * acc: row r, column n (from tile_begin * 16) at r * acc_stride + n; overwritten. At least
+ * GLM53_AHEAD_TILES tiles wide. */
+typedef struct glm53_rect {
     const glm53_matrix *matrix;
     const float *x;
     float *acc;
@@ -40,6 +43,8 @@ typedef struct {
     int32_t rows;
     int32_t block_begin, block_end;
     int32_t tile_begin, tile_end;
+    const struct glm53_rect
+        *next; /* NULL, or what the thread multiplies next: its first tiles are prefetched */
 } glm53_rect;
 
 typedef struct glm53_dense_kernels glm53_dense_kernels;
@@ -91,6 +96,10 @@ void glm53_pool_release(glm53_pool *pool);
 void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context, int64_t work);
 /* Within a job: wait until every thread has arrived, and start a new count of tasks. */
 void glm53_pool_barrier(glm53_pool *pool);
+/* Within a job: count one of something done, so that whoever awaits it sees what was written before. */
+void glm53_pool_raise(glm53_pool *pool, atomic_int *count);
+/* Within a job: wait until *count has reached `target`. */
+void glm53_pool_await(glm53_pool *pool, atomic_int *count, int32_t target);
 /* Within a job: the next task of the current count; each number is handed out once. */
 int64_t glm53_pool_next(glm53_pool *pool);
 const glm53_tier *glm53_pool_tier(const glm53_pool *pool);
