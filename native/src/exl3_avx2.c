@@ -150,6 +150,7 @@ const glm53_tier glm53_tier_avx2 = {
     .decode_block = glm53_avx2_decode_block,
     .hadamard = glm53_avx2_hadamard,
     .prepare = prepare,
+    .plan = glm53_avx2_plan,
     .multiply_exact = glm53_avx2_multiply_exact,
     .multiply_fast = glm53_avx2_multiply_fast,
     .finish = glm53_avx2_finish,

@@ -6,6 +6,7 @@
 #include "dense.h"
 #include "internal.h"
 
+void glm53_avx2_plan(int32_t bits_x2, void *plan);
 void glm53_avx2_multiply_exact(const glm53_rect *rect);
 void glm53_avx2_multiply_fast(const glm53_rect *rect);
 void glm53_avx2_decode_block(const glm53_matrix *matrix, int32_t b, float *w);

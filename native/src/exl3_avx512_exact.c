@@ -161,22 +161,25 @@ static void multiply_buffered_exact(const glm53_rect *rect, const tile_plan *pla
     }
 }
 
+_Static_assert(sizeof(tile_plan) <= GLM53_PLAN_BYTES, "a plan does not fit");
+
+void glm53_avx512_plan(int32_t bits_x2, void *plan) { plan_tiles(plan, bits_x2); }
+
 void glm53_avx512_multiply_exact(const glm53_rect *rect) {
-    tile_plan plan;
+    const tile_plan *plan = rect->plan;
     int32_t bits_x2 = rect->matrix->bits_x2;
-    plan_tiles(&plan, bits_x2);
     if (rect->rows > 2 || rect->matrix->codebook != GLM53_CODEBOOK_MUL1) {
-        multiply_buffered_exact(rect, &plan);
+        multiply_buffered_exact(rect, plan);
     } else if (bits_x2 == 6 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_K3, 1);
+        fused_exact(rect, plan, FORMAT_K3, 1);
     } else if (bits_x2 == 6) {
-        fused_exact(rect, &plan, FORMAT_K3, 2);
+        fused_exact(rect, plan, FORMAT_K3, 2);
     } else if (bits_x2 <= 12 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_LOW, 1);
+        fused_exact(rect, plan, FORMAT_LOW, 1);
     } else if (bits_x2 > 12 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_HIGH, 1);
+        fused_exact(rect, plan, FORMAT_HIGH, 1);
     } else {
-        multiply_buffered_exact(rect, &plan);
+        multiply_buffered_exact(rect, plan);
     }
 }
 

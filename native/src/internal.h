@@ -9,6 +9,7 @@
 #include "glm53_kernels.h"
 
 enum {
+    GLM53_PLAN_BYTES = 1024,
     GLM53_TILE = 16,       /* a packed tile is 16 x 16 weights */
     GLM53_AHEAD_TILES = 8, /* so many columns of tiles ahead a product prefetches its weights */
     GLM53_BLOCK = 128,     /* Hadamard width; unit of summation along k */
@@ -37,6 +38,7 @@ typedef struct {
  * GLM53_AHEAD_TILES tiles wide. */
 typedef struct glm53_rect {
     const glm53_matrix *matrix;
+    const void *plan; /* the tier's, for the matrix's bits */
     const float *x;
     float *acc;
     size_t acc_stride;
@@ -60,6 +62,9 @@ typedef struct {
     void (*hadamard)(const float *x, float *y);
     /* Prepare x[128] * suh[128] through H, as the products of that precision want it. */
     void (*prepare)(const float *x, const uint16_t *suh, int32_t precision, float *block);
+    /* What a product needs to know of a number of bits, in GLM53_PLAN_BYTES aligned to 64, or NULL if
+     * nothing. Making it takes as long as two tiles. */
+    void (*plan)(int32_t bits_x2, void *plan);
     /* acc = x W over a rectangle. */
     void (*multiply_exact)(const glm53_rect *rect);
     void (*multiply_fast)(const glm53_rect *rect);
@@ -103,6 +108,8 @@ void glm53_pool_await(glm53_pool *pool, atomic_int *count, int32_t target);
 /* Within a job: the next task of the current count; each number is handed out once. */
 int64_t glm53_pool_next(glm53_pool *pool);
 const glm53_tier *glm53_pool_tier(const glm53_pool *pool);
+/* The tier's plan for a valid number of bits. */
+const void *glm53_pool_plan(const glm53_pool *pool, int32_t bits_x2);
 int32_t glm53_pool_threads(const glm53_pool *pool);
 /* The pool's scratch, at least `bytes`, 64-byte aligned, contents undefined; NULL without memory. Not within
  * a job. */

@@ -23,6 +23,8 @@ static const int64_t MOST_WAIT_NS = 200000;
 /* Multiply-adds below which one thread is done before sleeping workers have woken: some 10 microseconds. */
 enum { SHARED_WORK = 1 << 16 };
 
+enum { MOST_BITS_X2 = 16 };
+
 /* A counter on which threads wait: spin first, then sleep. */
 typedef struct {
     atomic_uint value;
@@ -52,6 +54,7 @@ struct glm53_pool {
     atomic_flag is_busy;
     void *scratch;
     size_t scratch_bytes;
+    _Alignas(64) char plans[MOST_BITS_X2 + 1][GLM53_PLAN_BYTES];
     _Alignas(128) event_counter generation;
     _Alignas(128) event_counter phase; /* who sleeps within a job, sleeps here */
     _Alignas(128) atomic_int num_arrived;
@@ -190,6 +193,14 @@ void glm53_pool_release(glm53_pool *pool) { atomic_flag_clear(&pool->is_busy); }
 
 const glm53_tier *glm53_pool_tier(const glm53_pool *pool) { return pool->tier; }
 
+const void *glm53_pool_plan(const glm53_pool *pool, int32_t bits_x2) { return pool->plans[bits_x2]; }
+
+static void make_plans(glm53_pool *pool) {
+    for (int32_t bits_x2 = 2; pool->tier->plan && bits_x2 <= MOST_BITS_X2; bits_x2++) {
+        pool->tier->plan(bits_x2, pool->plans[bits_x2]);
+    }
+}
+
 int32_t glm53_pool_threads(const glm53_pool *pool) { return pool->num_threads; }
 
 void *glm53_pool_scratch(glm53_pool *pool, size_t bytes) {
@@ -247,6 +258,7 @@ int32_t glm53_pool_create(const glm53_pool_config *config, glm53_pool **out) {
         return GLM53_NO_MEMORY;
     }
     pool->tier = tier;
+    make_plans(pool);
     pool->num_threads = config->num_threads;
     pool->spin_ns = (int64_t)config->spin_us * 1000;
     pool->wait_ns = pool->spin_ns < MOST_WAIT_NS ? pool->spin_ns : MOST_WAIT_NS;

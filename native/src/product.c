@@ -29,6 +29,7 @@ glm53_product glm53_product_of(const glm53_pool *pool, const glm53_matrix *matri
                                int32_t precision, bool is_wide) {
     glm53_product product = {
         .matrix = matrix, .rows = rows, .is_wide = is_wide, .cut = glm53_cut_matrix(matrix)};
+    product.plan = glm53_pool_plan(pool, matrix->bits_x2);
     product.precision = glm53_effective_precision(pool, matrix, precision);
     product.num_parts = is_wide ? 1 : product.cut.num_spans;
     return product;
@@ -56,7 +57,11 @@ glm53_rect glm53_product_rect(const glm53_product *product, int32_t span, int32_
                               int32_t tile_end) {
     const glm53_cut *cut = &product->cut;
     size_t out = (size_t)product->matrix->out_features;
-    glm53_rect rect = {.matrix = product->matrix, .x = product->x, .rows = product->rows, .acc_stride = out};
+    glm53_rect rect = {.matrix = product->matrix,
+                       .plan = product->plan,
+                       .x = product->x,
+                       .rows = product->rows,
+                       .acc_stride = out};
     rect.block_begin = span * cut->span_blocks;
     rect.block_end = min_i32(rect.block_begin + cut->span_blocks, cut->num_blocks);
     rect.tile_begin = tile_begin;
@@ -90,7 +95,8 @@ static void wide_task(const glm53_tier *tier, const glm53_product *product, int6
     const glm53_cut *cut = &product->cut;
     size_t out = (size_t)product->matrix->out_features;
     float *sums = product->parts + (size_t)task * GLM53_BLOCK;
-    glm53_rect rect = {.matrix = product->matrix, .x = product->x, .rows = product->rows};
+    glm53_rect rect = {
+        .matrix = product->matrix, .plan = product->plan, .x = product->x, .rows = product->rows};
     rect.tile_begin = (int32_t)task * (GLM53_BLOCK / GLM53_TILE);
     rect.tile_end = rect.tile_begin + GLM53_BLOCK / GLM53_TILE;
     for (int32_t span = 0; span < cut->num_spans; span++) {

@@ -27,6 +27,7 @@ enum { GLM53_FEW_ROWS = 8 };
 /* One product of a job: prepared blocks in, sums before the output transform out. */
 typedef struct {
     const glm53_matrix *matrix;
+    const void *plan;
     int32_t precision;
     int32_t rows;
     bool is_wide;
