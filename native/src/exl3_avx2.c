@@ -141,6 +141,10 @@ void glm53_avx2_add_scaled(float *y, const float *x, float scale, int32_t n) {
     }
 }
 
+void glm53_avx2_widen(const uint16_t *h, int32_t n, float *x) {
+    for (int32_t i = 0; i < n; i += 8) _mm256_storeu_ps(x + i, load_f16(h + i));
+}
+
 #include "target_end.h"
 
 const glm53_tier glm53_tier_avx2 = {
@@ -156,6 +160,7 @@ const glm53_tier glm53_tier_avx2 = {
     .finish = glm53_avx2_finish,
     .activate = glm53_avx2_activate,
     .add_scaled = glm53_avx2_add_scaled,
+    .widen = glm53_avx2_widen,
 };
 
 #else

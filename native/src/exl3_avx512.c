@@ -18,6 +18,7 @@ const glm53_tier glm53_tier_avx512 = {
     .finish = glm53_avx2_finish,
     .activate = glm53_avx2_activate,
     .add_scaled = glm53_avx2_add_scaled,
+    .widen = glm53_avx2_widen,
 };
 #else
 /* An empty translation unit is not C. */

@@ -75,6 +75,8 @@ typedef struct {
     void (*activate)(const float *gate, const float *up, float limit, int32_t clamp, float *a);
     /* y[n] += scale * x[n]; n is a multiple of 8. */
     void (*add_scaled)(float *y, const float *x, float scale, int32_t n);
+    /* x[n] = h[n] from f16; n is a multiple of 8. */
+    void (*widen)(const uint16_t *h, int32_t n, float *x);
 } glm53_tier;
 
 extern const glm53_tier glm53_tier_scalar;
@@ -99,6 +101,8 @@ void glm53_pool_release(glm53_pool *pool);
 /* work: about how many multiply-adds; a job too small to be worth waking the workers runs on the caller
  * alone, which changes no result. */
 void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context, int64_t work);
+/* Wake the workers and wait for them, so that they poll for the next job. */
+void glm53_pool_rouse(glm53_pool *pool);
 /* Within a job: wait until every thread has arrived, and start a new count of tasks. */
 void glm53_pool_barrier(glm53_pool *pool);
 /* Within a job: count one of something done, so that whoever awaits it sees what was written before. */

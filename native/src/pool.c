@@ -187,6 +187,14 @@ void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context, int64_t w
     glm53_pool_await(pool, &pool->num_finished, pool->num_active - 1);
 }
 
+static void do_nothing(glm53_pool *pool, void *context, int32_t thread) {
+    (void)pool;
+    (void)context;
+    (void)thread;
+}
+
+void glm53_pool_rouse(glm53_pool *pool) { glm53_pool_run(pool, do_nothing, NULL, SHARED_WORK); }
+
 bool glm53_pool_acquire(glm53_pool *pool) { return !atomic_flag_test_and_set(&pool->is_busy); }
 
 void glm53_pool_release(glm53_pool *pool) { atomic_flag_clear(&pool->is_busy); }
