@@ -43,7 +43,7 @@ class OffloadConfig:
     ct_swz: str | None = None
     max_slots: int | None = None
     stage_gib: float = 2.6
-    elastic_gib: float = 10.0
+    elastic_gib: float = 12.0
     reserve_gib: float | None = None
     vram_gib: float | None = None
     heat_path: Path | None = None
@@ -55,6 +55,7 @@ class EngineConfig:
     """What the engine factory needs. Sizes in tokens; None where the engine chooses its own default.
 
     tuning_dir: where what is found by timing on the GPU is kept, None where there is no place for it.
+    cuda_graphs: whether a GPU's decode steps are captured.
     """
 
     model_dir: Path
@@ -68,6 +69,7 @@ class EngineConfig:
     precision: str = "exact32"
     offload: OffloadConfig = OffloadConfig()
     tuning_dir: Path | None = None
+    cuda_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,7 @@ def resolve(
             precision=values["precision"],
             offload=_offload_config(values),
             tuning_dir=values["tuning_dir"] or cache_folder,
+            cuda_graphs=values["cuda_graphs"] == "on",
         ),
         scheduler=SchedulerConfig(
             max_queue=values["max_queue"], target_gap_s=values["target_gap_ms"] / 1000.0

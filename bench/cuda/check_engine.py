@@ -56,7 +56,11 @@ class Ours:
         limits = self.engine.limits
         self.tap = Tap(limits.vocab_size, limits.eos_token_ids)
         self.engine._sampler = self.tap
-        self.engine.warm_up()
+        try:
+            self.engine.warm_up()
+        except BaseException:
+            self.engine.close()
+            raise
         self._step = 0
         self.positions: dict[int, int] = {}
 
@@ -305,6 +309,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--slots", type=int, default=24)
+    parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     given = parser.parse_args(argv)
     offload = OffloadOptions(
         mode=given.mode,
@@ -316,7 +321,11 @@ def main(argv: list[str] | None = None) -> int:
         stage_min_picks=64,
     )
     options = CudaOptions(
-        offload, cache_tokens=256 * PAGES_PER_SLOT * 4, max_chunk_tokens=CHUNK, poisons=True
+        offload,
+        cache_tokens=256 * PAGES_PER_SLOT * 4,
+        max_chunk_tokens=CHUNK,
+        poisons=True,
+        graphs=not given.no_graphs,
     )
     begin = time.perf_counter()
     ours = Ours(given.model_dir, options)

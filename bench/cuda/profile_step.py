@@ -2,8 +2,9 @@
 
     python -m bench.cuda.profile_step --mode fast --layers 15
 
-Takes the options of `glm53srv bench-model`. Runs steps under torch's profiler and adds up intervals of the
-device: compute (kernels), copies, both at once, neither. "neither" is the device waiting for the host.
+Takes the options of `glm53srv bench-model`; --out NAME writes a trace of each to NAME.*.json.gz. Runs steps
+under torch's profiler and adds up intervals of the device: compute (kernels), copies, both at once, neither.
+"neither" is the device waiting for the host.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -32,13 +34,18 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def profile(what: str, work: Callable[[], Any], num_steps: int) -> None:
-    """Run work under the profiler and print its lanes and its longest kernels, per step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
+def profile(what: str, work: Callable[[], Any], num_steps: int, trace: Path | None) -> None:
+    """Run work under the profiler and print its lanes and its longest kernels, per step.
+
+    trace: where the events go for a viewer of Chrome traces, None for nowhere.
+    """
+    # Without the host's side: following it would slow down what feeds the device.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
             work()
         torch.cuda.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace.with_suffix(f".{what.replace(' ', '_')}.json.gz")))
     kernels: list[Interval] = []
     copies: list[Interval] = []
     by_name: dict[str, list[float]] = defaultdict(list)
@@ -71,12 +78,17 @@ def main(argv: list[str]) -> int:
                 driver.prefill_s(slot, 96)
             for _ in range(options.warm_steps):
                 driver.step(decode=slots)
-            profile(f"decode of {width}", functools.partial(driver.step, decode=slots), 8)
+            begin = time.perf_counter()
+            for _ in range(options.steps):
+                driver.step(decode=slots)
+            step_ms = (time.perf_counter() - begin) / options.steps * 1e3
+            say(f"decode of {width} without the profiler: {step_ms:.2f} ms a step")
+            profile(f"decode of {width}", functools.partial(driver.step, decode=slots), 8, options.out)
             driver.step(release=slots)
         for length in options.prefill_tokens:
             driver.prefill_s(0, length)
             driver.step(release=[0])
-            profile(f"prefill of {length}", functools.partial(driver.prefill_s, 0, length), 1)
+            profile(f"prefill of {length}", functools.partial(driver.prefill_s, 0, length), 1, options.out)
             driver.step(release=[0])
         engine.close()
     return 0

@@ -139,7 +139,11 @@ def build_engine(
         arena.close()
         raise
     mark("opened")
-    engine.warm_up()
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
     mark("warm")
     calibration = engine.offload.calibration
     for line in (*explain(engine.offload.plan), *describe(calibration, arena.layout.record_bytes)):
@@ -167,6 +171,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         vram_bytes=int(options.vram_gib * GIB) if options.vram_gib else None,
         max_chunk_tokens=options.chunk_tokens,
         tuning_dir=options.tuning_dir,
+        graphs=options.graphs,
     )
 
 

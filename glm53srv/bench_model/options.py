@@ -42,6 +42,7 @@ class BenchOptions:
     soak_s: float
     out: Path | None
     tuning_dir: Path | None
+    graphs: bool
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--beside-layers", type=positive, default=2, help="layers of it per step")
     parser.add_argument("--soak", type=_amount, default=0.0, help="seconds of mixed load")
     parser.add_argument("--tuning-dir", type=Path, help="as that of serve; by default nothing is kept")
+    parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     parser.add_argument("--out", type=Path, help="file for all numbers as JSON")
     return parser
 
@@ -101,6 +103,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         soak_s=given.soak,
         out=given.out,
         tuning_dir=given.tuning_dir,
+        graphs=not given.no_graphs,
     )
 
 

@@ -149,6 +149,7 @@ def _load_cuda(
         max_chunk_tokens=config.chunk_tokens or CUDA_CHUNK_TOKENS,
         vram_bytes=None if vram_gib is None else int(vram_gib * 2**30),
         tuning_dir=config.tuning_dir,
+        graphs=config.cuda_graphs,
     )
     return CudaEngine.load(config.model_dir, options, machine, progress, grammars)
 

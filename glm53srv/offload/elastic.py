@@ -75,7 +75,7 @@ class ElasticLoan:
         return Resize(grow=grown)
 
 
-ACTIVATION_MARGIN = 1.15
+ACTIVATION_MARGIN = 1.1
 """Measured bytes per token times this are planned for: a longer chunk may route less evenly."""
 
 

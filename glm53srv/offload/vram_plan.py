@@ -30,7 +30,7 @@ class VramOptions:
 
     reserve_gib: float | None = None
     stage_gib: float = 2.6
-    elastic_gib: float = 10.0
+    elastic_gib: float = 12.0
     max_slots: int | None = None
 
     def reserve_bytes(self, mode: Mode) -> int:

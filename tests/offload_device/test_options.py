@@ -46,7 +46,7 @@ def test_every_variable_reaches_the_configuration(random_model_dir: Path) -> Non
 def test_defaults_are_those_of_the_original_variables(random_model_dir: Path) -> None:
     offload = configure(random_model_dir, {}).engine.offload
     assert (offload.kind, offload.ct_cpus, offload.ct_threads) == ("off", "auto", None)
-    assert (offload.stage_gib, offload.elastic_gib, offload.reserve_gib) == (2.6, 10.0, None)
+    assert (offload.stage_gib, offload.elastic_gib, offload.reserve_gib) == (2.6, 12.0, None)
     assert (offload.heat_path, offload.heat_interval_s) == (None, 600.0)
 
 

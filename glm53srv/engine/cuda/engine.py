@@ -38,7 +38,7 @@ from glm53srv.engine.cuda.loading import (
 )
 from glm53srv.engine.cuda.model import PAGE_TOKENS, Chunk
 from glm53srv.engine.cuda.package import open_package
-from glm53srv.engine.cuda.warm_up import FIRST_STEP_MS, run_every_shape
+from glm53srv.engine.cuda.warm_up import FIRST_STEP_MS, capture_every_width, run_every_shape
 from glm53srv.engine.cuda.watchdog import DeviceWatchdog
 from glm53srv.engine.grammar import GrammarCompiler
 from glm53srv.engine.sampler import SamplerBank
@@ -74,6 +74,7 @@ class CudaEngine:
     ) -> None:
         config = loaded.config
         self._loaded = loaded
+        self._options = options
         self._model = loaded.model
         self._sampler = sampler
         self._offload = offload
@@ -167,10 +168,13 @@ class CudaEngine:
         return self._offload
 
     def warm_up(self) -> None:
-        """Run a whole chunk, staged, and decode steps of each width behind it, then check some slots."""
+        """Run a whole chunk, staged, and decode steps of each width, capture these, then check some slots."""
         require(not self._book.slots, "warm_up while sequences run")
         with torch.inference_mode():
             run_every_shape(self._model, self._offload, self._limits)
+            if self._options.graphs:
+                by_row = self._options.mode == "fast"
+                capture_every_width(self._model, self._offload, self._limits, by_row=by_row)
         self.check_slots(NUM_CHECKED_SLOTS)
 
     def check_slots(self, num_samples: int, seed: int = 0) -> int:

@@ -40,8 +40,9 @@ from glm53srv.offload.vram_plan import GIB, explain, plan_vram
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = (512, 1024)
-"""Chunks by which the activations' memory is measured: every expert is read over the link for each, once."""
+PROBE_TOKENS = 1024
+"""The shorter of the two chunks by which the activations' memory is measured. The other is the longest that
+may come: a line through two short ones missed what 8,192 tokens take by hundreds of MB."""
 POLL_US = 100_000
 """How long idle CPU workers poll before they park. The host rings when it begins to enqueue a step, and the
 device posts that step's first job when it gets there: behind the dense layers, or behind a step that still
@@ -59,7 +60,8 @@ class CudaOptions:
     cache_tokens: room of the paged cache over all sequences. max_chunk_tokens: a prefill chunk at most; less
     if the card cannot hold its activations. vram_bytes: what of the card may be used, None for all that is
     free. offload: mode, cache and CPU workers; 0 crew_threads leaves the workers out; its chunk_slots None
-    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots. tuning_dir: see package.open_package.
+    stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots. tuning_dir: see package.open_package. graphs:
+    whether decode steps are captured, see graphs.py.
     """
 
     offload: OffloadOptions = field(default_factory=OffloadOptions)
@@ -70,6 +72,7 @@ class CudaOptions:
     poisons: bool = False
     device: int = 0
     tuning_dir: Path | None = None
+    graphs: bool = True
 
     @property
     def mode(self) -> Mode:
@@ -151,7 +154,9 @@ def load_model(
             f"the model has {len(layers)} sparse layers, the arena {arena.geometry.num_layers}"
         )
     counter = _Counter(progress, 9 * arena.geometry.num_keys)
-    stock_config.stc = ArenaTensors(files, arena, alias, sparse_layers(config), counter)
+    stock_config.stc = ArenaTensors(
+        files, arena, alias, sparse_layers(config), counter, compiles_kda=options.mode == "fast"
+    )
     cache = root.Cache(
         model,
         max_num_tokens=options.num_pages * PAGE_TOKENS,
@@ -233,16 +238,32 @@ def _calibrate(
 def _probe(loaded: LoadedModel, options: CudaOptions) -> LoanParams:
     """Run chunks and decode steps of every width, experts at home; gives what a chunk's activations take."""
     model = loaded.model
-    room = min(options.max_chunk_tokens, options.num_pages * PAGE_TOKENS - 8)
-    lengths = sorted({min(tokens, room) for tokens in PROBE_TOKENS})
-    pages = list(range(-(-(lengths[-1] + 8) // PAGE_TOKENS)))
+    longest = min(options.max_chunk_tokens, options.num_pages * PAGE_TOKENS - 8)
+    pages = list(range(-(-(longest + 8) // PAGE_TOKENS)))
     with torch.inference_mode():
-        run_prompt(model, lengths[-1], pages)  # compiles, and allocates what stays
+        while not _fits(model, longest, pages):  # compiles too, and allocates what stays
+            longest //= 2
+        lengths = sorted({min(PROBE_TOKENS, longest), longest})
         peaks = [(tokens, _peak_of_prompt(loaded, tokens, pages)) for tokens in lengths]
         for width in range(1, options.max_streams + 1):
             if width <= options.num_pages:
                 run_decode(model, width, 3)
     return fit_loan(peaks)
+
+
+def _fits(model: CudaModel, num_tokens: int, pages: list[int]) -> bool:
+    """Run a chunk; tells if there is memory for it. Raises MachineError if not even for a short one."""
+    try:
+        run_prompt(model, num_tokens, pages)
+        return True
+    except torch.OutOfMemoryError as error:
+        if num_tokens <= PAGE_TOKENS:
+            raise MachineError(
+                f"the card has no room for a chunk of {num_tokens} tokens beside the weights: lower -cs, or "
+                f"free the card ({str(error).splitlines()[0]})"
+            ) from error
+    torch.cuda.empty_cache()  # here, where the error's frames no longer hold the chunk
+    return False
 
 
 def _peak_of_prompt(loaded: LoadedModel, num_tokens: int, pages: list[int]) -> int:
@@ -292,7 +313,7 @@ def _hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
         poll_us=POLL_US,
         deadline_ms=wanted.deadline_ms,
     )
-    return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension)
+    return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension, loaded.device)
 
 
 class _Counter:

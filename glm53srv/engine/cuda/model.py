@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from glm53srv.engine.cuda.graphs import DecodeGraph, Parts, Planner, Recorder
+
 PAGE_TOKENS = 256
 """The package's page of the cache."""
 TABLE_STEP = 16
@@ -48,6 +50,8 @@ class CudaModel:
         blocks = [index for index, module in enumerate(modules) if module.layer_idx is not None]
         first, end = blocks[0], blocks[-1] + 1
         self._prolog, self._blocks, self._epilog = modules[:first], modules[first:end], modules[end:]
+        self._recorder: Recorder | None = None
+        self._graphs: dict[int, DecodeGraph] = {}
         head = [bool(module.caps.get("logits_output")) for module in self._epilog]
         if head != [False] * (len(head) - 1) + [True]:
             raise ValueError("the model's modules are not in the expected order")
@@ -55,6 +59,24 @@ class CudaModel:
     @property
     def num_layers(self) -> int:
         return len(self._blocks)
+
+    def capture(self, width: int, planner: Planner, *, by_row: bool) -> None:
+        """Capture decode steps of `width` rows, which have run plainly, see graphs.py.
+
+        Raises RuntimeError where that cannot be done.
+        """
+        if self._recorder is None:
+            shared = importlib.import_module("exllamav3.util.tensor").g_tensor_cache
+            self._recorder = Recorder(lambda: list(shared.cache.values()))
+        parts = Parts(self._prolog, self._blocks, self._epilog)
+        max_pages = -(-self._cache.max_num_tokens // PAGE_TOKENS // TABLE_STEP) * TABLE_STEP
+        graph = DecodeGraph(parts, self._cache, width, max_pages, self._recorder, by_row=by_row)
+        graph.capture(planner)
+        self._graphs[width] = graph
+
+    def drop_graphs(self) -> None:
+        """Decode without graphs from now on; the device must be idle."""
+        self._graphs.clear()
 
     def new_state(self) -> Any:
         """Take a recurrent state, zeroed; at most as many as streams. Give it back with state.free()."""
@@ -118,6 +140,12 @@ class CudaModel:
         width = (
             -(-max(-(-(position + 1) // PAGE_TOKENS) for position in positions) // TABLE_STEP) * TABLE_STEP
         )
+        graph = self._graphs.get(len(token_ids))
+        if graph is not None:
+            logits = graph.run(token_ids, [state.slot for state in states], page_ids, positions, width)
+            ids = torch.empty((len(token_ids), 1), dtype=torch.int64)
+            self._advance(ids, {"recurrent_states": states}, self._model)
+            return logits
         params = self._params(page_ids, width, positions, states)
         ids = torch.tensor([[token] for token in token_ids], dtype=torch.int64)
         return self._model.forward(ids, params)[:, 0]
@@ -155,5 +183,6 @@ class CudaModel:
 
     def unload(self) -> None:
         """Free weights and cache; the device must be idle."""
+        self._graphs.clear()
         self._model.unload()
         torch.cuda.empty_cache()

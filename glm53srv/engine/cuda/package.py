@@ -58,8 +58,6 @@ EXTENSION_SEAMS = (
     "cuda_host_register",
     "cuda_host_unregister",
     "pinned_cuda_view",
-    "exl3_moe_flag_wait",
-    "exl3_moe_flag_write",
 )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from glm53srv.engine.base import EngineLimits
 from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+
+logger = logging.getLogger(__name__)
 
 FIRST_STEP_MS = 50.0
 """What the copy budget grants by before a step was timed."""
@@ -19,6 +23,24 @@ def run_every_shape(model: CudaModel, offload: GpuOffload, limits: EngineLimits)
     run_chunk(model, offload, limits, tokens)
     for width in range(1, limits.max_streams + 1):
         run_width(model, offload, limits, width, tokens)
+
+
+def capture_every_width(model: CudaModel, offload: GpuOffload, limits: EngineLimits, *, by_row: bool) -> bool:
+    """Capture decode steps of each width behind run_every_shape, and run them; tells if it could be done.
+
+    by_row: see DecodeGraph. Without graphs a step is right and slower: a package or a card that cannot be
+    captured is no reason not to serve.
+    """
+    try:
+        for width in range(1, limits.max_streams + 1):
+            model.capture(width, offload, by_row=by_row)
+    except RuntimeError as error:
+        model.drop_graphs()
+        logger.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])
+        return False
+    for width in range(1, limits.max_streams + 1):
+        run_width(model, offload, limits, width, PAGE_TOKENS)
+    return True
 
 
 def run_chunk(model: CudaModel, offload: GpuOffload, limits: EngineLimits, num_tokens: int) -> None:

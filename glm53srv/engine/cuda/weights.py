@@ -13,6 +13,7 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.layout import Part
 
 _EXPERT = re.compile(r"(.*)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.trellis")
+_CONVOLUTION = re.compile(r".*\.self_attn\.conv1d\.weight")
 _PARTS = {"gate": Part.GATE, "up": Part.UP, "down": Part.DOWN}
 
 
@@ -31,13 +32,22 @@ class ArenaTensors:
         alias: Any,
         sparse_layers: tuple[int, ...],
         on_tensor: Callable[[], None] = lambda: None,
+        *,
+        compiles_kda: bool = False,
     ) -> None:
-        """Wrap `files`. alias: uint8 (arena bytes,) on the device. on_tensor: called for each tensor."""
+        """Wrap `files`. alias: uint8 (arena bytes,) on the device. on_tensor: called for each tensor.
+
+        compiles_kda: give the KDA layers' convolution weights in bf16. The package has a compiled decode path
+        for a KDA layer, which takes them in bf16 only, and its converter stores them in fp32; otherwise some
+        35 kernels a layer are launched from Python. The published model's weights are bf16 by origin, so
+        that nothing is lost; the path's sums differ in rounding from those of the one from Python.
+        """
         self._files = files
         self._arena = arena
         self._alias = alias
         self._layers = {layer_prefix(layer): index for index, layer in enumerate(sparse_layers)}
         self._on_tensor = on_tensor
+        self._compiles_kda = compiles_kda
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
@@ -47,7 +57,10 @@ class ArenaTensors:
         self._on_tensor()
         match = _EXPERT.fullmatch(key)
         if match is None or match[1] not in self._layers:
-            return self._files.get_tensor(key, device, *arguments, **options)
+            found = self._files.get_tensor(key, device, *arguments, **options)
+            if self._compiles_kda and found is not None and _CONVOLUTION.fullmatch(key):
+                return found.to(torch.bfloat16)
+            return found
         layout, part = self._arena.layout, _PARTS[match[3]]
         number = self._arena.key(self._layers[match[1]], int(match[2]))
         begin = number * layout.record_bytes + layout.offset(part)

@@ -46,7 +46,6 @@ two = Autotuner(two_kernel, (128, 256))
 EXTENSION = """
 class exllamav3_ext:
     cuda_host_register = cuda_host_unregister = pinned_cuda_view = 1
-    exl3_moe_flag_wait = exl3_moe_flag_write = 1
 """
 FILES: Mapping[str, str] = {
     "torch/__init__.py": TORCH,

@@ -159,6 +159,6 @@ def make_engine(model: FakeModel, offload: FakeOffload, max_chunk_tokens: int = 
     arena = SimpleNamespace(close=lambda: None, abandon=lambda: None)
     loaded: Any = SimpleNamespace(config=config, model=model, layers=[], arena=arena, device="cpu")
     sampler = SamplerBank(VOCAB, EOS)
-    options = CudaOptions(cache_tokens=2048)
+    options = CudaOptions(cache_tokens=2048, graphs=False)
     taken: Any = offload
     return CudaEngine(loaded, sampler, options, taken, max_chunk_tokens)

@@ -36,9 +36,10 @@ PLAN = {
     "log_picks": "*i32",
     "log_lanes": "*i8",
     "counts": "*i32",
+    "first_seq": "*i32",
+    "fence": "*i32",
     "home": "i64",
-    "cell": "i64",
-    "seq": "i32",
+    "ring": "i64",
     "layer": "i32",
     "rows": "i32",
     "num_picks": "i32",
@@ -48,14 +49,16 @@ PLAN_CONSTANTS = {
     **RECORD,
     "weights_offset": 384,
     "x_offset": 512,
+    "num_cells": 64,
+    "cell_bytes": 131_072,
     "hidden": 4096,
     "top_k": 8,
     "width": 32,
 }
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "plan_layer fast": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": True, "publishes": True}),
-    "plan_layer exact": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": False, "publishes": False}),
+    "plan_layer fast": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": True}),
+    "plan_layer exact": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": False}),
     "point_layer": (
         point_layer,
         {"slots": "*i32", "slot_addresses": "*i64", **TABLES, "home": "i64", "num_experts": "i32"},
@@ -80,8 +83,15 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     ),
     "add_partial": (
         add_partial,
-        {"out": "*fp32", "counts": "*i32", "partial": "i64", "num_items": "i32"},
-        {"block": COMBINE_BLOCK},
+        {
+            "out": "*fp32",
+            "counts": "*i32",
+            "first_seq": "*i32",
+            "ring": "i64",
+            "layer": "i32",
+            "num_items": "i32",
+        },
+        {"y_offset": 33_280, "num_cells": 64, "cell_bytes": 131_072, "block": COMBINE_BLOCK},
     ),
 }
 

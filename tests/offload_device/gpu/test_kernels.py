@@ -8,7 +8,10 @@ import torch
 
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_copy
+from glm53srv.offload.device.gpu.cpu_lane import make_ring
+from glm53srv.offload.device.gpu.launch import MailRing
 from glm53srv.offload.device.gpu.table_kernel import launch_update
+from glm53srv.offload.device.mailbox import DONE, Mailbox, MailboxShape
 from glm53srv.offload.device.region import Region
 
 RECORD = 36_864
@@ -75,17 +78,30 @@ def test_copies_that_do_not_pair_up_are_refused() -> None:
         launch_copy(one, one, 24)
 
 
+def answered(partial: np.ndarray, layer: int) -> tuple[MailRing, Mailbox]:
+    """Answer job 7 + layer of a new mailbox with `partial`; the mailbox is the ring's memory."""
+    rows, hidden = partial.shape
+    mailbox = Mailbox(MailboxShape(rows, 4, hidden, num_cells=4, first_seq=7))
+    ring = make_ring(mailbox, "cpu")
+    ring.first_seq.fill_(7)
+    mailbox.partial(7 + layer, rows)[:] = partial
+    mailbox.cell(7 + layer)[DONE : DONE + 4].view(np.uint32)[0] = 7 + layer
+    return ring, mailbox
+
+
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 128), (1, 4096), (4, 4096), (3, 640)])
 def test_combining_adds_each_float_once(rows: int, hidden: int) -> None:
     rng = np.random.default_rng(rows * hidden)
     out, partial = (rng.normal(size=(rows, hidden)).astype(np.float32) for _ in range(2))
     total = torch.from_numpy(out.copy())
-    launch_combine(total, int32(np.array([1, 2, 3])), partial.ctypes.data)
+    ring, _mailbox = answered(partial, 2)
+    launch_combine(total, int32(np.array([1, 2, 3])), 2, ring)
     np.testing.assert_array_equal(total.numpy(), out + partial)
 
 
-def test_an_empty_job_is_not_read() -> None:
+def test_an_empty_job_is_waited_for_and_not_read() -> None:
     out = np.ones((2, 256), np.float32)
     total = torch.from_numpy(out.copy())
-    launch_combine(total, int32(np.array([8, 0, 0])), np.full((2, 256), np.nan, np.float32).ctypes.data)
+    ring, _mailbox = answered(np.full((2, 256), np.nan, np.float32), 1)
+    launch_combine(total, int32(np.array([8, 0, 0])), 1, ring)
     np.testing.assert_array_equal(total.numpy(), out)

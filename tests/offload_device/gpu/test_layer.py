@@ -13,7 +13,8 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import Crew, CrewOptions
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_copy
-from glm53srv.offload.device.gpu.launch import MailCell, PlanInputs, PlanOutputs
+from glm53srv.offload.device.gpu.cpu_lane import make_ring
+from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
@@ -95,14 +96,15 @@ def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int) -> None:
     options = CrewOptions(1, precision=Precision.EXACT32, limit=LIMIT, deadline_ms=60_000)
     with Crew(arena, mailbox, options) as crew, KernelPool(1) as pool:
         crew.ring()
-        cell = mailbox.cell(1).ctypes.data
-        launch_plan(inputs, card.outputs, MailCell(cell, 1, mailbox.weights_offset, mailbox.x_offset))
+        ring = make_ring(mailbox, "cpu")
+        ring.first_seq.fill_(1 - layer)
+        launch_plan(inputs, card.outputs, ring)
         wide, kept = x.astype(np.float32), inputs.weights.numpy().astype(np.float32)
         on_gpu = np.where(kept == 0, -1, picks).astype(np.int32)
         out = pool.experts(wide, card.pointed(), on_gpu, kept, LIMIT, Clamp.ACTIVATION)
-        crew.wait(1, rows)
         total = torch.from_numpy(out)
-        launch_combine(total, card.outputs.counts, cell + mailbox.y_offset)
+        launch_combine(total, card.outputs.counts, layer, ring)  # waits for the crew by itself
+        crew.check()
         table = arena.table(layer)
         whole = weights.astype(np.float32)
         expected = pool.experts(wide, table, picks.astype(np.int32), whole, LIMIT, Clamp.ACTIVATION)

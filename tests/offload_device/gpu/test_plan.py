@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from glm53srv.offload.cost import CostModel, cpu_count_table
-from glm53srv.offload.device.gpu.launch import MailCell, PlanInputs, PlanOutputs, int32_bits, power_of_two
+from glm53srv.offload.device.gpu.cpu_lane import make_ring
+from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, int32_bits, power_of_two
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.mailbox import LAYER, PICKS, POSTED, Mailbox, MailboxShape
 from glm53srv.offload.split import Lane, Split, split_picks
@@ -145,13 +146,13 @@ def check_mail(case: Case, mailbox: Mailbox, seq: int, split: Split) -> None:
 def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
     rng = np.random.default_rng(seed)
     mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=2**32 - 100))
+    ring = make_ring(mailbox, "cpu")
     num_on_cpu = 0
     for number in range(400):
         case, seq = random_case(rng), (2**32 - 100 + number) % 2**32
         inputs, outputs = case.inputs(), case.outputs()
-        address = mailbox.cell(seq).ctypes.data
-        cell = MailCell(address, seq, mailbox.weights_offset, mailbox.x_offset)
-        launch_plan(inputs, outputs, cell)
+        ring.first_seq.fill_(int32_bits(seq - case.layer))
+        launch_plan(inputs, outputs, ring)
         split = check_case(case, outputs, inputs.weights)
         check_mail(case, mailbox, seq, split)
         num_on_cpu += int(split.num_cpu[0])
@@ -166,14 +167,6 @@ def test_exact_mode_needs_no_mailbox() -> None:
         inputs, outputs = case.inputs(), case.outputs()
         launch_plan(inputs, outputs, None)
         check_case(case, outputs, inputs.weights)
-
-
-def test_a_plan_that_does_not_publish_leaves_posted_alone() -> None:
-    mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=1))
-    case = random_case(np.random.default_rng(0))
-    cell = MailCell(mailbox.cell(1).ctypes.data, 1, mailbox.weights_offset, mailbox.x_offset, publishes=False)
-    launch_plan(case.inputs(), case.outputs(), cell)
-    assert int(mailbox.cell(1)[:4].view(np.uint32)[0]) == (1 - 4) % 2**32
 
 
 def test_a_table_too_small_for_the_picks_is_refused() -> None:

@@ -10,11 +10,9 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import Crew, CrewOptions, CrewStats
-from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.launch import MailCell
+from glm53srv.offload.device.gpu.launch import MailRing, int32_bits
 from glm53srv.offload.device.gpu.registered import RegisteredMemory
-from glm53srv.offload.device.mailbox import DONE, HEADER_BYTES, POSTED, Mailbox, MailboxShape
-from glm53srv.offload.device.region import Region
+from glm53srv.offload.device.mailbox import HEADER_BYTES, Mailbox, MailboxShape
 
 HAND_OVER_MS = 0.02
 """From the device's post to the workers' start, and from their answer to the device's next kernel: 10 us each
@@ -22,61 +20,50 @@ way on another machine (0xSero/glm53-flash-offload). Not timed here: a job of th
 which takes ten times as long."""
 
 
+def make_ring(mailbox: Mailbox, device: torch.device | str) -> MailRing:
+    """Describe a mailbox to kernels. Registered memory lies for the device where it does for the host."""
+    return MailRing(
+        address=mailbox.region.address + HEADER_BYTES,
+        num_cells=mailbox.shape.num_cells,
+        cell_bytes=mailbox.cell_bytes,
+        weights_offset=mailbox.weights_offset,
+        x_offset=mailbox.x_offset,
+        y_offset=mailbox.y_offset,
+        first_seq=torch.zeros(1, dtype=torch.int32, device=device),
+        fence=torch.zeros(1, dtype=torch.int32, device=device),
+    )
+
+
 class CpuLane:
     """Owns mailbox and crew. Engine thread only.
 
-    Per step: begin_step; per layer next_cell (for the plan kernel), publish, combine; check after it.
-    The stream's wait has no limit of its own: a crew that hangs answers every job by its watchdog, with an
-    error that check() raises, so the stream goes on.
+    Per step: begin_step; per layer plan kernel and combine kernel, both with `ring`; take_answers and check
+    behind its end. The combine kernel's wait has no limit of its own: a crew that hangs answers every job by
+    its watchdog, with an error that check() raises, so the stream goes on.
     """
 
-    def __init__(self, arena: ExpertArena, max_rows: int, options: CrewOptions, extension: Any) -> None:
+    def __init__(
+        self, arena: ExpertArena, max_rows: int, options: CrewOptions, extension: Any, device: torch.device
+    ) -> None:
         """Register the mailbox and start the workers. Raises MachineError."""
         geometry = arena.geometry
-        self._posted: list[int] = []
-        self._extension = extension
+        self._num_layers = geometry.num_layers
         self._shape = MailboxShape(max_rows, geometry.top_k, arena.layout.hidden)
         self.mailbox = Mailbox(self._shape)
         self._memory = RegisteredMemory(extension)
         self._memory.pin(self.mailbox.region)
-        self._abort = Region(4096)  # a word that stays 0: the package's fallback kernel looks at it
-        self._abort_memory = RegisteredMemory(extension)
-        self._abort_memory.pin(self._abort)
-        self._address = self.mailbox.region.address  # the device's too: registered memory under UVA
-        self.crew = Crew(arena, self.mailbox, options)
         self._next_seq = self._shape.first_seq
-        self._open_seq: int | None = None
+        self._posted = range(0)
+        self.ring = make_ring(self.mailbox, device)
+        self.crew = Crew(arena, self.mailbox, options)
 
     def begin_step(self) -> None:
-        """Wake the workers."""
-        self._posted.clear()
+        """Wake the workers and number the step's jobs, one per sparse layer; the step must post them all."""
+        first = self._next_seq
+        self._posted = range(first, first + self._num_layers)
+        self._next_seq = (first + self._num_layers) & 0xFFFFFFFF
+        self.ring.first_seq.fill_(int32_bits(first))
         self.crew.ring()
-
-    def next_cell(self) -> MailCell:
-        """Take the next job's cell for a plan; publish() posts it behind the plan."""
-        seq = self._next_seq
-        self._next_seq = (seq + 1) & 0xFFFFFFFF
-        self._open_seq = seq
-        self._posted.append(seq)
-        mailbox = self.mailbox
-        return MailCell(self._cell(seq), seq, mailbox.weights_offset, mailbox.x_offset, publishes=False)
-
-    def publish(self) -> None:
-        """Post the job of next_cell, in stream order behind the kernel that wrote it.
-
-        By a write of the stream and not by an exchange inside the kernel: not every link carries atomics.
-        """
-        if self._open_seq is not None:
-            self._extension.exl3_moe_flag_write(self._cell(self._open_seq) + POSTED, self._open_seq)
-
-    def combine(self, out: torch.Tensor, counts: torch.Tensor) -> None:
-        """Wait in the stream for the job just posted, and add its sums to out, float32 (rows, hidden)."""
-        seq, self._open_seq = self._open_seq, None
-        if seq is None:
-            return
-        cell = self._cell(seq)
-        self._extension.exl3_moe_flag_wait(cell + DONE, seq, self._abort.address)
-        launch_combine(out, counts, cell + self.mailbox.y_offset)
 
     def check(self) -> None:
         """Raise EngineError if a job or the crew failed."""
@@ -89,7 +76,7 @@ class CpuLane:
     def take_answers(self) -> list[tuple[int, float]]:
         """Give (experts, ms) of each job with experts that this step posted; after the step's end."""
         answers = [self.mailbox.answer(seq) for seq in self._posted[-self._shape.num_cells :]]
-        self._posted.clear()
+        self._posted = range(0)
         return [
             (answer.num_experts, answer.elapsed_ms + HAND_OVER_MS) for answer in answers if answer.num_experts
         ]
@@ -111,7 +98,3 @@ class CpuLane:
         """End the workers; the stream must be idle. Idempotent."""
         self.crew.close()
         self._memory.release()
-        self._abort_memory.release()
-
-    def _cell(self, seq: int) -> int:
-        return self._address + HEADER_BYTES + seq % self._shape.num_cells * self.mailbox.cell_bytes

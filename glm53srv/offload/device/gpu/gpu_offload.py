@@ -8,7 +8,9 @@ prefill layer   pointers of all experts: staged slot, else resident slot, else h
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +22,7 @@ from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.counts import Counts
+from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
@@ -195,6 +198,15 @@ class GpuOffload:
         if self.lane is not None:
             self.lane.begin_step()
 
+    @contextlib.contextmanager
+    def planning(self, num_rows: int) -> Iterator[None]:
+        """Let the layers plan a step of num_rows rows that is captured into a graph and not run."""
+        self._rows = num_rows
+        try:
+            yield
+        finally:
+            self._rows = 0
+
     def end_decode(self, step_ms: float) -> None:
         """End the enqueueing of a step: send its log on its way, and do the host's work beside it.
 
@@ -266,15 +278,12 @@ class GpuOffload:
             up_offset=layout.offsets[1],
             down_offset=layout.offsets[2],
         )
-        cell = None if lane is None else lane.next_cell()
-        launch_plan(inputs, self._outputs[self._rows][layer], cell)
-        if lane is not None:
-            lane.publish()
+        launch_plan(inputs, self._outputs[self._rows][layer], None if lane is None else lane.ring)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Add the CPU's part to a decode layer's sum, float32 (rows, hidden), behind a wait for it."""
         if self._rows and self.lane is not None:
-            self.lane.combine(out, self._count_rows[layer])
+            launch_combine(out, self._count_rows[layer], layer, self.lane.ring)
 
     def end_layer(self, layer: int) -> None:
         """Issue the copies of the layer after next, behind a prefill layer's kernels."""

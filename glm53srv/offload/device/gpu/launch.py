@@ -49,18 +49,21 @@ class PlanOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class MailCell:
-    """A free cell of the mailbox. address: as the device sees it. seq: number of the job.
+class MailRing:
+    """The mailbox as kernels see it. address: of its first cell, on the device; num_cells: a power of two.
 
-    publishes: the kernel itself writes `posted`, with a system-wide exchange. False leaves that to a write
-    in stream order behind the kernel, for devices whose exchanges with host memory are slow.
+    first_seq: int32 (1,), number of the step's first job, on the device: a kernel that was captured into a
+    graph reads it anew at each replay. fence: int32 (1,), 0, on the device.
     """
 
     address: int
-    seq: int
+    num_cells: int
+    cell_bytes: int
     weights_offset: int
     x_offset: int
-    publishes: bool = True
+    y_offset: int
+    first_seq: torch.Tensor
+    fence: torch.Tensor
 
 
 def int32_bits(number: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm53srv.offload.device.gpu.launch import MailCell, PlanInputs, PlanOutputs, int32_bits, power_of_two
+from glm53srv.offload.device.gpu.launch import MailRing, PlanInputs, PlanOutputs, power_of_two
 
 LANE_VRAM = tl.constexpr(1)
 LANE_LINK = tl.constexpr(2)
@@ -26,7 +26,7 @@ X_F16 = tl.constexpr(1)
 COPY_ITEMS = tl.constexpr(2048)
 
 
-@triton.jit(do_not_specialize=["home", "cell", "seq", "layer", "num_picks", "rows", "side"])
+@triton.jit(do_not_specialize=["home", "ring", "layer", "num_picks", "rows", "side"])
 def plan_layer(
     picks,
     weights,
@@ -41,9 +41,10 @@ def plan_layer(
     log_picks,
     log_lanes,
     counts,
+    first_seq,
+    fence,
     home,
-    cell,
-    seq,
+    ring,
     layer,
     rows,
     num_picks,
@@ -56,8 +57,9 @@ def plan_layer(
     hidden: tl.constexpr,
     top_k: tl.constexpr,
     width: tl.constexpr,
+    num_cells: tl.constexpr,
+    cell_bytes: tl.constexpr,
     has_cpu: tl.constexpr,
-    publishes: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
     place = tl.arange(0, width)
@@ -101,6 +103,8 @@ def plan_layer(
     weight = tl.load(weights + place, mask=in_range, other=0.0)
     tl.store(weights + place, tl.where(is_cpu, 0.0, weight), mask=in_range)
     if has_cpu:
+        seq = tl.load(first_seq) + layer
+        cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
         words = cell.to(tl.pointer_type(tl.int32))
         factors = (cell + weights_offset).to(tl.pointer_type(tl.float32))
         tl.store(words + PICKS_WORD + place, tl.where(is_cpu, expert, -1), mask=in_range)
@@ -110,29 +114,32 @@ def plan_layer(
         tl.store(words + NUM_PICKS_WORD, top_k)
         tl.store(words + X_KIND_WORD, X_F16)
         if num_cpu > 0:
-            target = (cell + x_offset).to(tl.pointer_type(tl.float16))
+            # Cells and their parts begin at multiples of 64 bytes; told so, a thread stores 16 bytes at once.
+            target = tl.multiple_of((cell + x_offset).to(tl.pointer_type(tl.float16)), 64)
             for begin in range(0, rows * hidden, COPY_ITEMS):
                 item = begin + tl.arange(0, COPY_ITEMS)
                 inside = item < rows * hidden
                 tl.store(target + item, tl.load(x + item, mask=inside), mask=inside)
-        if publishes:
-            tl.debug_barrier()  # all threads have written before one of them publishes
-            tl.atomic_xchg(words + POSTED_WORD, seq, sem="release", scope="sys")
+        # All threads have written before one of them publishes. Its exchange is with the card's own memory,
+        # for the fence alone: not every link carries atomics, and a plain store behind a fence needs none.
+        tl.debug_barrier()
+        zero = tl.atomic_add(fence, 0, sem="acq_rel", scope="sys")
+        tl.store(words + POSTED_WORD, seq + zero)
 
 
-def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, cell: MailCell | None) -> None:
+def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, ring: MailRing | None) -> None:
     """Plan a layer on the current stream.
 
     inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip.
     outputs: log_picks, log_lanes and counts are written whole, the pointer tables only where picked; other
-    entries may be stale, so a decode kernel may read picked experts alone. cell: where the CPU's job goes; it
-    must be free. None sends nothing: cpu_count must then be all zeros (exact mode).
+    entries may be stale, so a decode kernel may read picked experts alone. ring: where the CPU's jobs go,
+    that of this layer as number first_seq + layer, whose cell must be free. None sends nothing: cpu_count
+    must then be all zeros (exact mode).
     """
     rows, top_k = inputs.picks.shape
     side = inputs.cpu_count.shape[1]
     if side <= rows * top_k:
         raise ValueError(f"cpu_count of side {side} does not cover {rows * top_k} picks")
-    mail = cell or MailCell(address=0, seq=0, weights_offset=0, x_offset=0, publishes=False)
     plan_layer[(1,)](
         inputs.picks,
         inputs.weights,
@@ -147,9 +154,10 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, cell: MailCell | None)
         outputs.log_picks,
         outputs.log_lanes,
         outputs.counts,
+        outputs.counts if ring is None else ring.first_seq,
+        outputs.counts if ring is None else ring.fence,
         inputs.home,
-        mail.address,
-        int32_bits(mail.seq),
+        0 if ring is None else ring.address,
         inputs.layer,
         rows,
         rows * top_k,
@@ -157,13 +165,14 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, cell: MailCell | None)
         record_bytes=inputs.record_bytes,
         up_offset=inputs.up_offset,
         down_offset=inputs.down_offset,
-        weights_offset=mail.weights_offset,
-        x_offset=mail.x_offset,
+        weights_offset=0 if ring is None else ring.weights_offset,
+        x_offset=0 if ring is None else ring.x_offset,
         hidden=inputs.x.shape[1],
         top_k=top_k,
         width=power_of_two(rows * top_k),
-        has_cpu=cell is not None,
-        publishes=mail.publishes,
+        num_cells=1 if ring is None else ring.num_cells,
+        cell_bytes=0 if ring is None else ring.cell_bytes,
+        has_cpu=ring is not None,
     )
 
 

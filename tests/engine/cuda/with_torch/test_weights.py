@@ -93,3 +93,20 @@ def test_an_expert_that_is_not_there_is_an_error(arena: ExpertArena, config: Mod
     key = f"{layer_prefix(sparse_layers(config)[0])}.mlp.experts.{config.moe.num_experts}.up_proj.trellis"
     with pytest.raises(IndexError):
         make(arena, config, Files(), []).get_tensor(key)
+
+
+def test_convolution_weights_are_narrowed_only_where_the_layers_are_compiled(
+    arena: ExpertArena, config: ModelConfig
+) -> None:
+    class Tensors(Files):
+        def get_tensor(self, key: str, device: Any = None, *arguments: Any, **options: Any) -> Any:
+            return None if "absent" in key else torch.ones(3, 1, 4)
+
+    alias, layers = host_tensor(arena.region), sparse_layers(config)
+    plain = ArenaTensors(Tensors(), arena, alias, layers)
+    compiled = ArenaTensors(Tensors(), arena, alias, layers, compiles_kda=True)
+    key = f"{layer_prefix(0)}.self_attn.conv1d.weight"
+    assert plain.get_tensor(key).dtype == torch.float32
+    assert compiled.get_tensor(key).dtype == torch.bfloat16
+    assert compiled.get_tensor(f"{layer_prefix(0)}.self_attn.dt_bias").dtype == torch.float32
+    assert compiled.get_tensor("absent.self_attn.conv1d.weight") is None
