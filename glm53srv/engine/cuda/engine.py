@@ -301,6 +301,7 @@ class CudaEngine:
             slot.in_flight = self._model.begin_chunk(
                 piece.token_ids, slot.state, piece.page_ids, begin, is_last=piece.is_last_chunk
             )
+            self._offload.stage_chunk()
         chunk = slot.in_flight
         assert chunk is not None
         layers_s = tuple(

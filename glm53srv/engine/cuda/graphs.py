@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
+from glm53srv.offload.device.gpu.host_reader import launch_fetch
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,37 +53,39 @@ class _Segment:
 
 
 class StepInputs:
-    """What changes from step to step, on the device at places that stay, sent in two copies.
+    """What changes from step to step, on the device at places that stay, sent by one kernel.
 
-    The host's buffers are used again with the next step, by when this one's end must have been waited for.
+    The host's buffer is used again with the next step, by when this one's end must have been waited for.
     """
 
     def __init__(self, width: int, max_pages: int, hidden: int, dtype: torch.dtype, device: Any) -> None:
         """Allocate for `width` rows with up to max_pages pages each; dtype: of the embedding."""
         self._width = width
-        self._staged = torch.zeros(width * (2 + max_pages), dtype=torch.int32).pin_memory()
-        self._numbers = self._staged.numpy()
-        self._ints = torch.zeros_like(self._staged, device=device)
-        self._staged_x = torch.zeros((width, 1, hidden), dtype=dtype).pin_memory()
-        self.x = torch.zeros((width, 1, hidden), dtype=dtype, device=device)
-        self.lengths = self._ints[:width]
-        self.slots = self._ints[width : 2 * width]
+        words = -(-width * hidden * dtype.itemsize // 16) * 4  # the embedding's, then numbers, all int32
+        self._staged = torch.zeros(words + width * (2 + max_pages), dtype=torch.int32).pin_memory()
+        self._sent = torch.zeros_like(self._staged, device=device)
+        self._begin = words
+        self._numbers = self._staged.numpy()[words:]
+        shape = (width, 1, hidden)
+        self._staged_x = self._staged[:words].view(dtype)[: width * hidden].view(shape)
+        self.x = self._sent[:words].view(dtype)[: width * hidden].view(shape)
+        self.lengths = self._sent[words : words + width]
+        self.slots = self._sent[words + width : words + 2 * width]
 
     def send(
         self, x: torch.Tensor, positions: list[int], slots: list[int], tables: list[list[int]], pages: int
     ) -> torch.Tensor:
-        """Enqueue the copies. x: (width, 1, hidden), on the host. Gives the block table, (width, pages)."""
-        width = self._width
-        numbers, end = self._numbers, width * (2 + pages)
+        """Enqueue the copy. x: (width, 1, hidden), on the host. Gives the block table, (width, pages)."""
+        width, numbers = self._width, self._numbers
+        end = width * (2 + pages)
         numbers[:width], numbers[width : 2 * width] = positions, slots
         table = numbers[2 * width : end].reshape(width, pages)
         table[:] = 0
         for row, ids in enumerate(tables):
             table[row, : len(ids)] = ids
-        self._ints[:end].copy_(self._staged[:end], non_blocking=True)
         self._staged_x.copy_(x)
-        self.x.copy_(self._staged_x, non_blocking=True)
-        return self._ints[2 * width : end].view(width, pages)
+        launch_fetch(self._staged[: self._begin + end], self._sent[: self._begin + end])
+        return self._sent[self._begin + 2 * width : self._begin + end].view(width, pages)
 
 
 class Recorder:
@@ -116,7 +120,7 @@ class DecodeGraph:
         self._recorder = recorder
         self._attentions = [block.attn for block in parts.blocks if is_latent_attention(block.attn)]
         self._recurrent = [block.attn for block in parts.blocks if not is_latent_attention(block.attn)]
-        self._dense = [block.mlp for block in parts.blocks if getattr(block.mlp, "bc", None) is not None]
+        self._mlps = [block.mlp for block in parts.blocks]
         self._segments: list[_Segment] = []
         self._kept: list[Any] = []  # objects of the package whose memory the graphs read
         sample = self._embed([0] * width)
@@ -235,14 +239,11 @@ class DecodeGraph:
             if not layer.bc_split:
                 continue  # runs from Python: convolution weights in fp32, see weights.py
             layer._bc_configure_slot_kda(self._width, 1, False)
-        for mlp in self._dense:
-            if not hasattr(mlp, "multi_gu"):
-                if mlp.bc_sh_exp and not mlp.shared_coop_ok():
-                    raise RuntimeError("the shared expert runs as a graph of exllamav3's")
-                continue
-            self._kept += [mlp.bc, mlp.multi_gu[0]]
-            mlp.multi_gu[0] = None
-            mlp.load_local(mlp.device, 0)
+        for mlp in filter(None, map(_gated, self._mlps)):
+            if mlp.bc is not None:
+                self._kept += [mlp.bc, mlp.multi_gu[0]]
+                mlp.multi_gu[0] = None
+                mlp.load_local(mlp.device, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,17 @@ class _AnyState:
 
     cache: Any
     exported: bool = False
+
+
+def _gated(mlp: Any) -> Any:
+    """Give the gated network that a block runs as one of the package's graphs: dense, or a shared expert."""
+    if hasattr(mlp, "multi_gu"):
+        return mlp
+    if not mlp.bc_sh_exp:
+        return getattr(mlp.shared_experts, "mlp", mlp.shared_experts)
+    if not mlp.shared_coop_ok():
+        raise RuntimeError("the shared expert runs as a graph inside of exllamav3's call")
+    return None
 
 
 def is_latent_attention(attention: Any) -> bool:

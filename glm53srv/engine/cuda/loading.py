@@ -148,7 +148,8 @@ def load_model(
     files = stock_config.stc if wrap is None else wrap(stock_config.stc, device)
     alias = device_alias(package.extension, arena.region, device)
     model: Any = root.Model.from_config(stock_config)
-    layers = adopt_sparse_layers(model)
+    side_stream = torch.cuda.Stream(device) if options.mode == "fast" else None
+    layers = adopt_sparse_layers(model, side_stream=side_stream)
     if len(layers) != arena.geometry.num_layers:
         raise MachineError(
             f"the model has {len(layers)} sparse layers, the arena {arena.geometry.num_layers}"

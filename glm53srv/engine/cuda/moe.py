@@ -1,14 +1,21 @@
-"""A sparse layer of the package whose experts live in the offload: three seams, methods or attributes.
+"""A sparse layer of the package whose experts live in the offload: four seams, methods or attributes.
 
 forward             begin_layer before the router, end_layer behind the experts        prefill
 routing_fn          plan_layer behind the router: it may zero weights                  decode
 cpu_split_combine   called behind the experts: the CPU's sum is added                  decode
+shared_experts      runs beside the routed experts, on a stream of its own             decode, fast mode
+
+The package runs the shared expert before the routed ones, in the same call, on a GPU that is mostly idle
+while the routed ones arrive over the link. Beside them it costs nothing. Its products then go through the
+matrices' ordinary kernels, whose sums differ in rounding: `exact` leaves it where it is.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+import torch
 
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload, LayerTables
 
@@ -18,24 +25,72 @@ def stock_class() -> Any:
     return importlib.import_module("exllamav3.modules.block_sparse_mlp").BlockSparseMLP
 
 
+class SharedBeside:
+    """Stands for a layer's shared expert; begin() runs it on a side stream, forward() gives what it found."""
+
+    def __init__(self, mlp: Any, stream: Any) -> None:
+        self.mlp = mlp
+        self._stream = stream
+        self._found: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mlp, name)
+
+    def begin(self, x: Any, params: dict[str, Any]) -> None:
+        """Enqueue it beside what comes next on the current stream; forward() must follow.
+
+        What it returns was allocated for the side stream, which waits for the main one before its next use:
+        so its memory may be given back as soon as the main stream's use is enqueued.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._found = self.mlp.forward(x, params)
+
+    def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
+        """Give begin's rows, behind a wait; without it, compute them here."""
+        found, self._found = self._found, None
+        if found is None:
+            return self.mlp.forward(x, params, out_dtype)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return found
+
+
 def make_offloaded_class(base: Any) -> type[Any]:
     """Derive the class; at run time, since its base is the package's."""
 
     class OffloadedMlp(base):  # type: ignore[misc]
         """Takes over an instance that has not loaded yet: see adopt."""
 
-        def adopt(self, sparse_layer: int) -> None:
-            """Become a layer of the offload; without one, experts are read where their tensors lie."""
+        def adopt(self, sparse_layer: int, side_stream: Any = None) -> None:
+            """Become a layer of the offload; without one, experts are read where their tensors lie.
+
+            side_stream: for the shared expert, None to leave it to the package.
+            """
             self.sparse_layer = sparse_layer
             self.offload: GpuOffload | None = None
+            self._side_stream = side_stream
             self._stock_routing: Any = self.routing_fn
             self.routing_fn: Any = self._plan_behind_router
+
+        def load_local(self, **options: Any) -> None:
+            """Build the compiled path; without the shared expert if that runs beside it."""
+            shared = self.shared_experts if self._side_stream is not None else None
+            if shared is None:
+                super().load_local(**options)
+                return
+            self.shared_experts: Any = None
+            try:
+                super().load_local(**options)
+            finally:
+                self.shared_experts = SharedBeside(shared, self._side_stream)
 
         def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
             offload = self.offload
             if offload is None:
                 return super().forward(x, params, out_dtype)
             offload.begin_layer(self.sparse_layer)
+            if self._side_stream is not None and offload.is_decoding:
+                self.shared_experts.begin(x, params)
             y = super().forward(x, params, out_dtype)
             offload.end_layer(self.sparse_layer)
             return y
@@ -54,11 +109,11 @@ def make_offloaded_class(base: Any) -> type[Any]:
     return OffloadedMlp
 
 
-def adopt_sparse_layers(model: Any, stock: Any = None) -> list[Any]:
+def adopt_sparse_layers(model: Any, stock: Any = None, side_stream: Any = None) -> list[Any]:
     """Make every sparse layer of an unloaded text model ours; gives them in order.
 
     The instance changes its class, which keeps the module lists that the model has built already. stock: the
-    class of sparse layers, None for the package's.
+    class of sparse layers, None for the package's. side_stream: see OffloadedMlp.adopt.
     """
     stock = stock or stock_class()
     ours: Any = make_offloaded_class(stock)
@@ -67,7 +122,7 @@ def adopt_sparse_layers(model: Any, stock: Any = None) -> list[Any]:
         mlp = getattr(module, "mlp", None)
         if isinstance(mlp, stock):
             mlp.__class__ = ours
-            mlp.adopt(len(layers))
+            mlp.adopt(len(layers), side_stream)
             layers.append(mlp)
     return layers
 

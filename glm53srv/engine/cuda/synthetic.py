@@ -126,7 +126,9 @@ class SyntheticTensors:
             spread = float(np.interp(float(layer), depths, spreads))
         drawn = torch.randn(spec.shape, generator=self._generator(key), device=self._device)
         dtype = {"bf16": torch.bfloat16, "f2": torch.float16, "f4": torch.float32}[rule.dtype]
-        return (rule.mean + spread * drawn).to(dtype)
+        made = (rule.mean + spread * drawn).to(dtype)
+        # Stored in fp32 and bf16 by origin, as in the published model.
+        return made.bfloat16().float() if key.endswith("conv1d.weight") else made
 
     def _signs(self, key: str, spec: TensorSpec) -> torch.Tensor:
         """Draw signs; those of the outputs carry the scale that keeps activations at their size."""

@@ -50,6 +50,7 @@ def run_chunk(model: CudaModel, offload: GpuOffload, limits: EngineLimits, num_t
         offload.begin_chunk(num_tokens)
         ids = [1 + index * 7 % 251 for index in range(num_tokens)]
         chunk = model.begin_chunk(ids, state, list(range(limits.num_pages)), 0, is_last=True)
+        offload.stage_chunk()
         model.run_layers(chunk, 0, limits.num_layers, wants_rows=True)
         model.head(chunk, model.last_hidden(chunk)[:, -1:])
         del chunk  # its activations are the memory that is given back

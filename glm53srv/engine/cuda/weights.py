@@ -37,10 +37,10 @@ class ArenaTensors:
     ) -> None:
         """Wrap `files`. alias: uint8 (arena bytes,) on the device. on_tensor: called for each tensor.
 
-        compiles_kda: give the KDA layers' convolution weights in bf16. The package has a compiled decode path
-        for a KDA layer, which takes them in bf16 only, and its converter stores them in fp32; otherwise some
-        35 kernels a layer are launched from Python. The published model's weights are bf16 by origin, so
-        that nothing is lost; the path's sums differ in rounding from those of the one from Python.
+        compiles_kda: give a KDA layer's convolution weights in bf16 where that loses nothing, as with the
+        published model, whose weights are bf16 by origin. The package has a compiled decode path for a KDA
+        layer, which takes them in bf16 only, and its converter stores them in fp32; without it some 35
+        kernels a layer are launched one by one. Its sums differ in rounding.
         """
         self._files = files
         self._arena = arena
@@ -59,7 +59,8 @@ class ArenaTensors:
         if match is None or match[1] not in self._layers:
             found = self._files.get_tensor(key, device, *arguments, **options)
             if self._compiles_kda and found is not None and _CONVOLUTION.fullmatch(key):
-                return found.to(torch.bfloat16)
+                narrow = found.to(torch.bfloat16)
+                return narrow if torch.equal(narrow.to(found.dtype), found) else found
             return found
         layout, part = self._arena.layout, _PARTS[match[3]]
         number = self._arena.key(self._layers[match[1]], int(match[2]))

@@ -136,6 +136,9 @@ class FakeOffload:
     def begin_chunk(self, num_tokens: int) -> None:
         self.calls.append(f"chunk {num_tokens}")
 
+    def stage_chunk(self) -> None:
+        self.calls.append("stage")
+
     def end_chunk(self, is_more_waiting: bool) -> None:
         self.calls.append(f"end {'more' if is_more_waiting else 'last'}")
 

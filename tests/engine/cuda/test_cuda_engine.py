@@ -66,7 +66,7 @@ def test_the_offload_sees_brackets_in_order(bench: Bench) -> None:
     bench.driver.prefill(stream, 16, (2,))
     bench.driver.decode([stream], 1)
     assert bench.offload.calls == [
-        *("chunk 16", "end more", "chunk 4", "end last"),
+        *("chunk 16", "stage", "end more", "chunk 4", "stage", "end last"),
         *("decode 1", "enqueued", "finished"),
     ]
 
@@ -152,7 +152,7 @@ def test_memory_that_runs_out_in_decode_ends_the_engine(bench: Bench) -> None:
 def test_warm_up_runs_a_chunk_and_every_width_and_leaves_nothing(bench: Bench) -> None:
     run_every_shape(bench.model, bench.offload, bench.engine.limits)  # type: ignore[arg-type]  # stand-ins
     calls = bench.offload.calls
-    assert calls[:2] == ["chunk 16", "end last"]
+    assert calls[:3] == ["chunk 16", "stage", "end last"]
     assert [call for call in calls if call.startswith("decode")] == [
         f"decode {width}" for width in (1, 2, 3, 4) for _ in range(3)
     ]

@@ -17,6 +17,8 @@ from triton.compiler import ASTSource
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
 from glm53srv.offload.device.gpu.copy_kernel import ITEMS, NUM_PROGRAMS, gather_copy
+from glm53srv.offload.device.gpu.host_reader import BLOCK as FETCH_BLOCK
+from glm53srv.offload.device.gpu.host_reader import fetch_words
 from glm53srv.offload.device.gpu.plan_kernel import plan_layer, point_layer
 from glm53srv.offload.device.gpu.table_kernel import BLOCK as TABLE_BLOCK
 from glm53srv.offload.device.gpu.table_kernel import apply_update
@@ -80,6 +82,11 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         gather_copy,
         {"sources": "*i64", "targets": "*i64", "num_copies": "i32"},
         {"words": RECORD["record_bytes"] // 8, "num_programs": NUM_PROGRAMS, "items": ITEMS},
+    ),
+    "fetch_words": (
+        fetch_words,
+        {"source": "*i32", "target": "*i32", "num_words": "i32"},
+        {"block": FETCH_BLOCK},
     ),
     "add_partial": (
         add_partial,

@@ -9,6 +9,7 @@ import torch
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_copy
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
+from glm53srv.offload.device.gpu.host_reader import launch_fetch
 from glm53srv.offload.device.gpu.launch import MailRing
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.device.mailbox import DONE, Mailbox, MailboxShape
@@ -68,6 +69,22 @@ def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int) ->
         num_bytes,
     )
     np.testing.assert_array_equal(target.array(), expected)
+
+
+@pytest.mark.parametrize("num_bytes", [4, 4092, 4096, 4100, 40_000])
+def test_fetching_copies_every_word(num_bytes: int) -> None:
+    source = torch.from_numpy(np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8))
+    target = torch.zeros(num_bytes + 4, dtype=torch.uint8)
+    launch_fetch(source, target[:num_bytes])
+    assert torch.equal(target[:num_bytes], source)
+    assert not target[num_bytes:].any()
+
+
+def test_fetching_between_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot fetch 8 bytes into 4"):
+        launch_fetch(torch.zeros(2), torch.zeros(1))
+    with pytest.raises(ValueError, match="cannot fetch 3 bytes into 3"):
+        launch_fetch(torch.zeros(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8))
 
 
 def test_copies_that_do_not_pair_up_are_refused() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import Crew, CrewOptions, CrewStats
-from glm53srv.offload.device.gpu.launch import MailRing, int32_bits
+from glm53srv.offload.device.gpu.launch import MailRing, int32_bits, power_of_two
 from glm53srv.offload.device.gpu.registered import RegisteredMemory
 from glm53srv.offload.device.mailbox import HEADER_BYTES, Mailbox, MailboxShape
 
@@ -48,18 +48,21 @@ class CpuLane:
         """Register the mailbox and start the workers. Raises MachineError."""
         geometry = arena.geometry
         self._num_layers = geometry.num_layers
-        self._shape = MailboxShape(max_rows, geometry.top_k, arena.layout.hidden)
+        # Cells of two steps, so that a step's answers can be read beside the next.
+        cells = power_of_two(2 * geometry.num_layers)
+        self._shape = MailboxShape(max_rows, geometry.top_k, arena.layout.hidden, num_cells=cells)
         self.mailbox = Mailbox(self._shape)
         self._memory = RegisteredMemory(extension)
         self._memory.pin(self.mailbox.region)
         self._next_seq = self._shape.first_seq
-        self._posted = range(0)
+        self._posted = self._answered = range(0)
         self.ring = make_ring(self.mailbox, device)
         self.crew = Crew(arena, self.mailbox, options)
 
     def begin_step(self) -> None:
         """Wake the workers and number the step's jobs, one per sparse layer; the step must post them all."""
         first = self._next_seq
+        self._answered = self._posted
         self._posted = range(first, first + self._num_layers)
         self._next_seq = (first + self._num_layers) & 0xFFFFFFFF
         self.ring.first_seq.fill_(int32_bits(first))
@@ -74,9 +77,12 @@ class CpuLane:
         return self.crew.stats()
 
     def take_answers(self) -> list[tuple[int, float]]:
-        """Give (experts, ms) of each job with experts that this step posted; after the step's end."""
-        answers = [self.mailbox.answer(seq) for seq in self._posted[-self._shape.num_cells :]]
-        self._posted = range(0)
+        """Give (experts, ms) of each job with experts of the step before the one that begin_step began.
+
+        That step's end must have been waited for.
+        """
+        answers = [self.mailbox.answer(seq) for seq in self._answered]
+        self._answered = range(0)
         return [
             (answer.num_experts, answer.elapsed_ms + HAND_OVER_MS) for answer in answers if answer.num_experts
         ]

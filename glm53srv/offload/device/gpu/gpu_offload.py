@@ -26,6 +26,7 @@ from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
+from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.heat_keeper import HeatKeeper
@@ -107,6 +108,8 @@ class GpuOffload:
         self._heat_keeper = HeatKeeper(options.heat, geometry, fingerprint)
         self._ledger: CostLedger | None = None
         self._chunk: StagedChunk | None = None
+        self._is_staging = False
+        self._reader = HostReader()
         self._rows = 0
         width, layers = max_rows * geometry.top_k, geometry.num_layers
         self._log = torch.full((layers, width), -1, dtype=torch.int32, device=device)
@@ -133,6 +136,11 @@ class GpuOffload:
         return self._report
 
     @property
+    def is_decoding(self) -> bool:
+        """Tell whether the layers called now belong to a decode step."""
+        return self._rows > 0
+
+    @property
     def calibration(self) -> Calibration:
         """The costs as measured at start."""
         return self._costs().calibration
@@ -155,7 +163,7 @@ class GpuOffload:
     # ---- brackets of the engine ----
 
     def begin_chunk(self, num_tokens: int) -> None:
-        """Borrow slots for a prefill chunk and begin to stage it, if it is long enough."""
+        """Borrow slots for a prefill chunk, and for staging it if it is long enough: see stage_chunk."""
         geometry, plan = self.policy.geometry, self.plan
         is_staged = plan.stage_slots > 0 and should_stage(
             num_tokens, geometry.top_k, self._options.min_picks(geometry.num_experts)
@@ -167,10 +175,15 @@ class GpuOffload:
             self.counts.num_loans += 1
             self._settle()
         staged = 2 * plan.stage_slots if is_staged else 0
-        if is_staged and self.policy.num_slots - self.policy.capacity >= staged:
-            self._chunk = StagedChunk(self.policy, self.store, plan)
+        self._is_staging = is_staged and self.policy.num_slots - self.policy.capacity >= staged
         if shrink:
             self.store.lend(range(self.policy.capacity + staged, self.policy.num_slots))
+
+    def stage_chunk(self) -> None:
+        """Begin to stage, once the chunk's embeddings are on their way: behind the copies of two layers'
+        experts they would arrive 80 ms later."""
+        if self._is_staging:
+            self._chunk = StagedChunk(self.policy, self.store, self.plan)
 
     def end_chunk(self, is_more_waiting: bool) -> None:
         """End a chunk, finished or not, and give the loan back unless another chunk follows at once.
@@ -178,6 +191,7 @@ class GpuOffload:
         Raises torch.OutOfMemoryError when the chunk's activations are still held; it may be called again.
         """
         chunk, self._chunk = self._chunk, None
+        self._is_staging = False
         if chunk is not None:
             chunk.abort()
             self.counts.num_staged += chunk.num_staged
@@ -213,6 +227,9 @@ class GpuOffload:
         step_ms: time of the step before, which the copy budget grants by.
         """
         ledger = self._costs()
+        if self.lane is not None:
+            for num_experts, elapsed_ms in self.lane.take_answers():
+                ledger.observe_cpu(num_experts, elapsed_ms)
         log = self._logs.swap(self._rows * self.policy.geometry.top_k)
         self._rows = 0
         if log is not None:
@@ -230,15 +247,12 @@ class GpuOffload:
             self._send_cost_table(ledger)
             if log is not None:
                 self._send_heat()
+        self._report = self._describe(ledger)
 
     def finish_decode(self) -> None:
         """Follow a step whose end was waited for. Raises EngineError if the CPU workers failed."""
-        ledger = self._costs()
         if self.lane is not None:
             self.lane.check()
-            for num_experts, elapsed_ms in self.lane.take_answers():
-                ledger.observe_cpu(num_experts, elapsed_ms)
-        self._report = self._describe(ledger)
 
     def close(self) -> None:
         """Save the heat and free everything; the device must be idle. Idempotent."""
@@ -256,7 +270,7 @@ class GpuOffload:
         slots = self._slot_rows[layer]
         if self._chunk is not None:
             chosen = self._chunk.begin_layer(layer)
-            slots = torch.from_numpy(chosen).pin_memory().to(self._device, non_blocking=True)
+            slots = self._reader.pin(chosen)
         self.point(layer, slots)
 
     def plan_layer(self, layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
@@ -343,13 +357,13 @@ class GpuOffload:
         raise EngineError("slots called for a prefill were not lent: residency is stuck")
 
     def _send_heat(self) -> None:
-        self._heat.copy_(torch.from_numpy(self.policy.heat_table()).pin_memory(), non_blocking=True)
+        self._reader.send(self.policy.heat_table(), self._heat)
 
     def _send_cost_table(self, ledger: CostLedger) -> None:
         """Send the split's table if it was remade."""
         if ledger.num_tables != self._num_tables:
             self._num_tables = ledger.num_tables
-            self._cpu_count.copy_(torch.from_numpy(ledger.table).pin_memory(), non_blocking=True)
+            self._reader.send(ledger.table, self._cpu_count)
 
     def _describe(self, ledger: CostLedger) -> OffloadReport:
         policy, lane = self.policy, self.lane

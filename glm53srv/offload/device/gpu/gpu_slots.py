@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.copy_runs import runs_of
+from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.device.gpu.registered import host_tensor
 from glm53srv.offload.device.gpu.slot_chunks import SlotChunks
 from glm53srv.offload.device.gpu.table_kernel import launch_update
@@ -56,6 +57,7 @@ class GpuSlots:
         self.device_table = torch.full(self.table.shape, -1, dtype=torch.int32, device=device)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.copy_stream = torch.cuda.Stream(device)
+        self._reader = HostReader()
         self._flying: deque[tuple[torch.cuda.Event, list[int]]] = deque()
         self._tickets: dict[int, torch.cuda.Event] = {}
         self._num_tickets = 0
@@ -74,9 +76,7 @@ class GpuSlots:
         flat[update.map_keys] = update.map_slots
         parts = [update.unmap_keys, update.map_keys, update.map_slots]
         if len(parts[0]) or len(parts[1]):
-            sent = self._send(np.concatenate(parts))
-            unmap, keys, slots = torch.split(sent, [len(part) for part in parts])
-            launch_update(self.device_table, unmap, keys, slots)
+            launch_update(self.device_table, *self._pin(parts))
         if len(update.copy_keys):
             keys, slots = update.copy_keys.tolist(), update.copy_slots.tolist()
             self._flying.append((self._copy(keys, slots), slots))
@@ -93,8 +93,8 @@ class GpuSlots:
         torch.cuda.current_stream(self._device).wait_event(self._tickets.pop(ticket))
 
     def drain(self) -> None:
-        """Wait on the host until all copies have landed."""
-        self.copy_stream.synchronize()
+        """Wait on the host until all copies have landed and the table is changed."""
+        torch.cuda.synchronize(self._device)
 
     def take_landed(self) -> NDArray[np.int32]:
         """Give the slots of residency's copies that landed since the last call: int32, in order."""
@@ -154,6 +154,11 @@ class GpuSlots:
     def _send_addresses(self) -> None:
         self.addresses.copy_(torch.from_numpy(self._chunks.addresses()))
 
-    def _send(self, values: NDArray[np.int32]) -> torch.Tensor:
-        pinned = torch.from_numpy(values).pin_memory()
-        return pinned.to(self._device, non_blocking=True)
+    def _pin(self, parts: list[NDArray[np.int32]]) -> list[torch.Tensor]:
+        """Give arrays where a kernel reads them, each at a multiple of 16 bytes: one kernel fits all."""
+        places = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
+        joined = np.zeros(places[-1], np.int32)
+        for place, part in zip(places, parts, strict=False):
+            joined[place : place + len(part)] = part
+        pinned = self._reader.pin(joined)
+        return [pinned[place : place + len(part)] for place, part in zip(places, parts, strict=False)]

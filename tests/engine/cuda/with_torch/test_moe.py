@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from glm53srv.engine.cuda.moe import adopt_sparse_layers
+import pytest
+
+from glm53srv.engine.cuda.moe import SharedBeside, adopt_sparse_layers
 
 
 class Stock:
@@ -57,6 +59,7 @@ class Offload:
 
     def __init__(self, told: list[Any]) -> None:
         self.told = told
+        self.is_decoding = False
 
     def begin_layer(self, layer: int) -> None:
         self.told.append(("begin", layer))
@@ -104,3 +107,49 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
         ("combine", 1, "sums viewed (-1, 8)"),
         ("end", 1),
     ]
+
+
+class LoadingStock(Stock):
+    """Notes which shared expert it built its compiled path with."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__("loading", [])
+        self.shared_experts = shared
+
+    def load_local(self, **options: Any) -> None:
+        self.told.append((self.shared_experts, options))
+
+
+class Shared:
+    """A shared expert."""
+
+    width = 5
+
+    def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
+        return ("shared of", x, out_dtype)
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_the_compiled_path_is_built_without_a_shared_expert_that_runs_beside_it(is_beside: bool) -> None:
+    shared = Shared()
+    stock = LoadingStock(shared)
+    (layer,) = adopt_sparse_layers(
+        Model([Block(stock)]), LoadingStock, side_stream="a stream" if is_beside else None
+    )
+    layer.load_local(device="cuda:0")
+    assert layer.told == [(None if is_beside else shared, {"device": "cuda:0"})]
+    assert isinstance(layer.shared_experts, SharedBeside) == is_beside
+    assert layer.shared_experts.width == 5
+    assert layer.shared_experts.forward("x", {}, "half") == ("shared of", "x", "half")  # a prefill: no begin
+
+
+def test_a_layer_that_fails_to_load_keeps_its_shared_expert() -> None:
+    class Failing(LoadingStock):
+        def load_local(self, **options: Any) -> None:
+            raise RuntimeError("no room")
+
+    shared = Shared()
+    (layer,) = adopt_sparse_layers(Model([Block(Failing(shared))]), Failing, side_stream="a stream")
+    with pytest.raises(RuntimeError, match="no room"):
+        layer.load_local()
+    assert layer.shared_experts.mlp is shared

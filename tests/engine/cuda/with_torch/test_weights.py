@@ -100,7 +100,7 @@ def test_convolution_weights_are_narrowed_only_where_the_layers_are_compiled(
 ) -> None:
     class Tensors(Files):
         def get_tensor(self, key: str, device: Any = None, *arguments: Any, **options: Any) -> Any:
-            return None if "absent" in key else torch.ones(3, 1, 4)
+            return None if "absent" in key else torch.full((3, 1, 4), 0.1 if "layers.1." in key else 1.0)
 
     alias, layers = host_tensor(arena.region), sparse_layers(config)
     plain = ArenaTensors(Tensors(), arena, alias, layers)
@@ -109,4 +109,6 @@ def test_convolution_weights_are_narrowed_only_where_the_layers_are_compiled(
     assert plain.get_tensor(key).dtype == torch.float32
     assert compiled.get_tensor(key).dtype == torch.bfloat16
     assert compiled.get_tensor(f"{layer_prefix(0)}.self_attn.dt_bias").dtype == torch.float32
+    odd = f"{layer_prefix(1)}.self_attn.conv1d.weight"  # 0.1 is no bf16 number
+    assert compiled.get_tensor(odd).dtype == torch.float32
     assert compiled.get_tensor("absent.self_attn.conv1d.weight") is None
