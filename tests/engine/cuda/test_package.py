@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from glm53srv.engine.cuda.package import EXTENSION_SEAMS, PINNED, SEAMS, gemm_file_name
+from glm53srv.engine.cuda.package import EXTENSION_SEAMS, PINNED, SEAMS, gemm_file_name, numerics_of
 from glm53srv.engine.cuda.pins import Pin, write_pins
 from glm53srv.offload.cost import Mode
 from tests.engine.cuda.fake_packages import EXTENSION, FILES, TORCH, open_in_process
@@ -15,9 +15,21 @@ from tests.engine.cuda.fake_packages import EXTENSION, FILES, TORCH, open_in_pro
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_the_modes_numerics_are_in_the_environment(tmp_path: Path, mode: Mode) -> None:
     opened = open_in_process(tmp_path, mode, environ={"EXL3_INT8_GEMV": "2"})
-    assert PINNED[mode].items() <= opened["environ"].items()
+    assert numerics_of(mode, (8, 6)).items() <= opened["environ"].items()
     assert opened["environ"]["CUDA_MODULE_LOADING"] == "LAZY"
     assert "EXLLAMAV3_TUNE_CACHE" not in opened["environ"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "capability", "sums"),
+    [("fast", (8, 6), "1"), ("fast", (12, 0), "1"), ("fast", (9, 0), "0"), ("exact", (8, 9), "0")],
+)
+def test_fp16_sums_are_for_fast_mode_on_cards_that_gain_by_them(
+    mode: Mode, capability: tuple[int, int], sums: str
+) -> None:
+    numerics = numerics_of(mode, capability)
+    assert numerics["EXL3_HGEMM_F16ACC"] == sums
+    assert numerics.keys() == PINNED[mode].keys()
 
 
 def test_each_autotuner_is_left_its_first_configuration(tmp_path: Path) -> None:
