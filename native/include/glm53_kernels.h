@@ -72,7 +72,8 @@ typedef struct {
     int32_t isa;         /* GLM53_ISA_AUTO takes the best one there is */
     const int32_t *cpus; /* NULL, or num_cpus logical CPUs; worker i (1..) is pinned to cpus[i % num_cpus]; */
     int32_t num_cpus;    /* the calling thread is never pinned */
-    int32_t spin_us;     /* how long an idle worker polls before it sleeps; 0 takes about 20 */
+    int32_t spin_us;     /* how long an idle worker polls before it sleeps; 0 takes about 20. Who waits within
+                            a job polls as long, at most 200 */
 } glm53_pool_config;
 
 typedef struct {

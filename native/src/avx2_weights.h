@@ -67,7 +67,7 @@ static void plan_pair(tile_plan *plan, int32_t bits_x2, bool is_high, int32_t q)
     plan->left[q] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)left));
 }
 
-static void plan_tiles(tile_plan *plan, int32_t bits_x2) {
+static inline void plan_tiles(tile_plan *plan, int32_t bits_x2) {
     plan->column_bytes = 2 * bits_x2;
     for (int32_t q = 0; q < PAIRS; q++) plan_pair(plan, bits_x2, bits_x2 > 8, q);
 }

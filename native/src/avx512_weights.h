@@ -69,7 +69,7 @@ static __m512i pair_shift(int32_t bits_x2, int32_t q, int32_t w) {
     return _mm512_loadu_si512(shift);
 }
 
-static void plan_tiles(tile_plan *plan, int32_t bits_x2) {
+static inline void plan_tiles(tile_plan *plan, int32_t bits_x2) {
     bool is_k3 = bits_x2 == 6, is_high = bits_x2 > 12;
     for (int32_t s = 0; s < STEPS; s++) {
         /* Sources, see load_tile: K = 3 from 4 bytes before the tile, and from byte 32, where column 4 is

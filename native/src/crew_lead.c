@@ -31,6 +31,8 @@ static bool await_post(glm53_crew *crew, uint32_t seq) {
         if (now_ns() - since < (int64_t)crew->config.poll_us * 1000) continue;
         park(crew, seq, bell);
         bell = atomic_load(&crew->bell);
+        /* The bell rings before a step: its first job should not have to wait for sleeping workers. */
+        if (is_running(crew) && !is_posted(crew, seq)) glm53_pool_rouse(crew->pool);
         since = now_ns();
     }
 }
@@ -58,8 +60,7 @@ static int32_t read_job(glm53_crew *crew, uint8_t *cell, glm53_expert_job *job) 
     job->x = (const float *)(const void *)(cell + crew->layout.x_offset);
     if (kind == GLM53_X_F16) {
         const uint16_t *halves = (const uint16_t *)(const void *)job->x;
-        size_t count = (size_t)job->rows * (size_t)crew->shape.hidden;
-        for (size_t i = 0; i < count; i++) crew->rows[i] = glm53_f16_to_f32(halves[i]);
+        glm53_pool_tier(crew->pool)->widen(halves, job->rows * crew->shape.hidden, crew->rows);
         job->x = crew->rows;
     }
     return GLM53_OK;

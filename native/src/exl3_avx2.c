@@ -143,6 +143,10 @@ void glm53_avx2_add_scaled(float *y, const float *x, float scale, int32_t n) {
     }
 }
 
+void glm53_avx2_widen(const uint16_t *h, int32_t n, float *x) {
+    for (int32_t i = 0; i < n; i += 8) _mm256_storeu_ps(x + i, load_f16(h + i));
+}
+
 #include "target_end.h"
 
 const glm53_tier glm53_tier_avx2 = {
@@ -153,11 +157,13 @@ const glm53_tier glm53_tier_avx2 = {
     .decode_block = glm53_avx2_decode_block,
     .hadamard = glm53_avx2_hadamard,
     .prepare = prepare,
+    .plan = glm53_avx2_plan,
     .multiply_exact = glm53_avx2_multiply_exact,
     .multiply_fast = glm53_avx2_multiply_fast,
     .finish = glm53_avx2_finish,
     .activate = glm53_avx2_activate,
     .add_scaled = glm53_avx2_add_scaled,
+    .widen = glm53_avx2_widen,
 };
 
 #else

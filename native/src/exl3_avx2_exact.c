@@ -23,7 +23,7 @@ INLINE void fused_exact(const glm53_rect *rect, const tile_plan *plan, tile_form
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             if (format != FORMAT_K3) fill_streams(streams, column, rect->matrix->bits_x2);
             sums_pipeline pipeline;
             start_sums(&pipeline, column, streams, plan, format);
@@ -135,7 +135,7 @@ static void multiply_buffered_exact(const glm53_rect *rect, const tile_plan *pla
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             decode_exact(&buffer, rect->matrix, column, plan);
             int32_t r = 0;
             for (; r + 4 <= rect->rows; r += 4) buffered_exact(rect, &buffer, b, nt, r, 4);
@@ -145,24 +145,27 @@ static void multiply_buffered_exact(const glm53_rect *rect, const tile_plan *pla
     }
 }
 
+_Static_assert(sizeof(tile_plan) <= GLM53_PLAN_BYTES, "a plan does not fit");
+
+void glm53_avx2_plan(int32_t bits_x2, void *plan) { plan_tiles(plan, bits_x2); }
+
 void glm53_avx2_multiply_exact(const glm53_rect *rect) {
-    tile_plan plan;
+    const tile_plan *plan = rect->plan;
     int32_t bits_x2 = rect->matrix->bits_x2;
-    plan_tiles(&plan, bits_x2);
     if (rect->rows > 2 || rect->matrix->codebook != GLM53_CODEBOOK_MUL1) {
-        multiply_buffered_exact(rect, &plan);
+        multiply_buffered_exact(rect, plan);
     } else if (bits_x2 == 6) {
         if (rect->rows == 1) {
-            fused_exact(rect, &plan, FORMAT_K3, 1);
+            fused_exact(rect, plan, FORMAT_K3, 1);
         } else {
-            fused_exact(rect, &plan, FORMAT_K3, 2);
+            fused_exact(rect, plan, FORMAT_K3, 2);
         }
     } else if (bits_x2 <= 8 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_LOW, 1);
+        fused_exact(rect, plan, FORMAT_LOW, 1);
     } else if (bits_x2 > 8 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_HIGH, 1);
+        fused_exact(rect, plan, FORMAT_HIGH, 1);
     } else {
-        multiply_buffered_exact(rect, &plan);
+        multiply_buffered_exact(rect, plan);
     }
 }
 

@@ -27,7 +27,7 @@ INLINE void fused_fast(const glm53_rect *rect, const tile_plan *plan, tile_forma
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             if (format != FORMAT_K3) fill_streams(streams, column, rect->matrix->bits_x2);
             states_pipeline pipeline;
             start_states(&pipeline, column, streams, plan, format);
@@ -109,7 +109,7 @@ static void multiply_buffered_fast(const glm53_rect *rect, const tile_plan *plan
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             if (rect->matrix->bits_x2 == 6) {
                 fill_fast(&buffer, rect->matrix, column, plan, FORMAT_K3);
             } else if (rect->matrix->bits_x2 <= 8) {
@@ -126,23 +126,22 @@ static void multiply_buffered_fast(const glm53_rect *rect, const tile_plan *plan
 }
 
 void glm53_avx2_multiply_fast(const glm53_rect *rect) {
-    tile_plan plan;
+    const tile_plan *plan = rect->plan;
     int32_t bits_x2 = rect->matrix->bits_x2;
-    plan_tiles(&plan, bits_x2);
     if (rect->rows > 2) {
-        multiply_buffered_fast(rect, &plan);
+        multiply_buffered_fast(rect, plan);
     } else if (bits_x2 == 6) {
         if (rect->rows == 1) {
-            fused_fast(rect, &plan, FORMAT_K3, 1);
+            fused_fast(rect, plan, FORMAT_K3, 1);
         } else {
-            fused_fast(rect, &plan, FORMAT_K3, 2);
+            fused_fast(rect, plan, FORMAT_K3, 2);
         }
     } else if (bits_x2 <= 8 && rect->rows == 1) {
-        fused_fast(rect, &plan, FORMAT_LOW, 1);
+        fused_fast(rect, plan, FORMAT_LOW, 1);
     } else if (bits_x2 > 8 && rect->rows == 1) {
-        fused_fast(rect, &plan, FORMAT_HIGH, 1);
+        fused_fast(rect, plan, FORMAT_HIGH, 1);
     } else {
-        multiply_buffered_fast(rect, &plan);
+        multiply_buffered_fast(rect, plan);
     }
 }
 

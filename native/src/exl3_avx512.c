@@ -14,11 +14,13 @@ const glm53_tier glm53_tier_avx512 = {
     .decode_block = glm53_avx512_decode_block,
     .hadamard = glm53_avx2_hadamard,
     .prepare = glm53_avx2_prepare_for_avx512,
+    .plan = glm53_avx512_plan,
     .multiply_exact = glm53_avx512_multiply_exact,
     .multiply_fast = glm53_avx512_multiply_fast,
     .finish = glm53_avx2_finish,
     .activate = glm53_avx2_activate,
     .add_scaled = glm53_avx2_add_scaled,
+    .widen = glm53_avx2_widen,
 };
 #else
 /* An empty translation unit is not C. */

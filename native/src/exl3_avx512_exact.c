@@ -72,7 +72,7 @@ INLINE void fused_exact(const glm53_rect *rect, const tile_plan *plan, tile_form
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             __m512 sums[2][QUARTERS];
             for (int32_t i = 0; i < rows * QUARTERS; i++)
                 sums[i / QUARTERS][i % QUARTERS] = _mm512_setzero_ps();
@@ -151,7 +151,7 @@ static void multiply_buffered_exact(const glm53_rect *rect, const tile_plan *pla
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             decode_exact(&buffer, rect->matrix, column, plan);
             int32_t r = 0;
             for (; r + 4 <= rect->rows; r += 4) buffered_exact(rect, &buffer, b, nt, r, 4);
@@ -161,22 +161,25 @@ static void multiply_buffered_exact(const glm53_rect *rect, const tile_plan *pla
     }
 }
 
+_Static_assert(sizeof(tile_plan) <= GLM53_PLAN_BYTES, "a plan does not fit");
+
+void glm53_avx512_plan(int32_t bits_x2, void *plan) { plan_tiles(plan, bits_x2); }
+
 void glm53_avx512_multiply_exact(const glm53_rect *rect) {
-    tile_plan plan;
+    const tile_plan *plan = rect->plan;
     int32_t bits_x2 = rect->matrix->bits_x2;
-    plan_tiles(&plan, bits_x2);
     if (rect->rows > 2 || rect->matrix->codebook != GLM53_CODEBOOK_MUL1) {
-        multiply_buffered_exact(rect, &plan);
+        multiply_buffered_exact(rect, plan);
     } else if (bits_x2 == 6 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_K3, 1);
+        fused_exact(rect, plan, FORMAT_K3, 1);
     } else if (bits_x2 == 6) {
-        fused_exact(rect, &plan, FORMAT_K3, 2);
+        fused_exact(rect, plan, FORMAT_K3, 2);
     } else if (bits_x2 <= 12 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_LOW, 1);
+        fused_exact(rect, plan, FORMAT_LOW, 1);
     } else if (bits_x2 > 12 && rect->rows == 1) {
-        fused_exact(rect, &plan, FORMAT_HIGH, 1);
+        fused_exact(rect, plan, FORMAT_HIGH, 1);
     } else {
-        multiply_buffered_exact(rect, &plan);
+        multiply_buffered_exact(rect, plan);
     }
 }
 

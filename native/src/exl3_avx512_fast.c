@@ -54,7 +54,7 @@ INLINE void fused_fast(const glm53_rect *rect, const tile_plan *plan, tile_forma
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             __m512i sums[3][QUARTERS];
             for (int32_t i = 0; i < rows * QUARTERS; i++) {
                 sums[i / QUARTERS][i % QUARTERS] = _mm512_setzero_si512();
@@ -127,7 +127,7 @@ static void multiply_buffered_fast(const glm53_rect *rect, const tile_plan *plan
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt++) {
             tile_column column = column_at(rect, b, nt);
-            prefetch_column(column, 2 * glm53_tile_halves(rect->matrix));
+            prefetch_ahead(rect, b, nt);
             if (rect->matrix->bits_x2 == 6) {
                 fill_fast(&buffer, column, plan, FORMAT_K3);
             } else if (rect->matrix->bits_x2 <= 12) {
@@ -144,21 +144,20 @@ static void multiply_buffered_fast(const glm53_rect *rect, const tile_plan *plan
 }
 
 void glm53_avx512_multiply_fast(const glm53_rect *rect) {
-    tile_plan plan;
+    const tile_plan *plan = rect->plan;
     int32_t bits_x2 = rect->matrix->bits_x2;
-    plan_tiles(&plan, bits_x2);
     if (bits_x2 == 6 && rect->rows == 1) {
-        fused_fast(rect, &plan, FORMAT_K3, 1);
+        fused_fast(rect, plan, FORMAT_K3, 1);
     } else if (bits_x2 == 6 && rect->rows == 2) {
-        fused_fast(rect, &plan, FORMAT_K3, 2);
+        fused_fast(rect, plan, FORMAT_K3, 2);
     } else if (bits_x2 == 6 && rect->rows == 3) {
-        fused_fast(rect, &plan, FORMAT_K3, 3);
+        fused_fast(rect, plan, FORMAT_K3, 3);
     } else if (rect->rows == 1 && bits_x2 <= 12) {
-        fused_fast(rect, &plan, FORMAT_LOW, 1);
+        fused_fast(rect, plan, FORMAT_LOW, 1);
     } else if (rect->rows == 1) {
-        fused_fast(rect, &plan, FORMAT_HIGH, 1);
+        fused_fast(rect, plan, FORMAT_HIGH, 1);
     } else {
-        multiply_buffered_fast(rect, &plan);
+        multiply_buffered_fast(rect, plan);
     }
 }
 

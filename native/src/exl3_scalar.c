@@ -188,6 +188,10 @@ static void add_scaled(float *y, const float *x, float scale, int32_t n) {
     for (int32_t i = 0; i < n; i++) y[i] += scale * x[i];
 }
 
+static void widen(const uint16_t *h, int32_t n, float *x) {
+    for (int32_t i = 0; i < n; i++) x[i] = glm53_f16_to_f32(h[i]);
+}
+
 static bool has_fast16(const glm53_matrix *matrix) { return matrix->codebook == GLM53_CODEBOOK_MUL1; }
 
 const glm53_tier glm53_tier_scalar = {
@@ -203,4 +207,5 @@ const glm53_tier glm53_tier_scalar = {
     .finish = finish,
     .activate = activate,
     .add_scaled = add_scaled,
+    .widen = widen,
 };

@@ -2,15 +2,18 @@
 #ifndef GLM53_INTERNAL_H
 #define GLM53_INTERNAL_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
 
 #include "glm53_kernels.h"
 
 enum {
-    GLM53_TILE = 16,     /* a packed tile is 16 x 16 weights */
-    GLM53_BLOCK = 128,   /* Hadamard width; unit of summation along k */
-    GLM53_X_FLOATS = 128 /* floats of room for one prepared block of activations, in either precision */
+    GLM53_PLAN_BYTES = 1024,
+    GLM53_TILE = 16,       /* a packed tile is 16 x 16 weights */
+    GLM53_AHEAD_TILES = 8, /* so many columns of tiles ahead a product prefetches its weights */
+    GLM53_BLOCK = 128,     /* Hadamard width; unit of summation along k */
+    GLM53_X_FLOATS = 128   /* floats of room for one prepared block of activations, in either precision */
 };
 
 /* One prepared block of activations in FAST16; the EXACT32 form is 128 floats in an order of the tier's
@@ -31,15 +34,19 @@ typedef struct {
 
 /* A rectangle of a product: 128-blocks [block_begin, block_end) of k, tiles [tile_begin, tile_end) of n.
  * x: prepared blocks, block-major: block b of row r starts at float (b * rows + r) * GLM53_X_FLOATS.
- * acc: row r, column n (from tile_begin * 16) at r * acc_stride + n; overwritten. */
-typedef struct {
+ * acc: row r, column n (from tile_begin * 16) at r * acc_stride + n; overwritten. At least
+ * GLM53_AHEAD_TILES tiles wide. */
+typedef struct glm53_rect {
     const glm53_matrix *matrix;
+    const void *plan; /* the tier's, for the matrix's bits */
     const float *x;
     float *acc;
     size_t acc_stride;
     int32_t rows;
     int32_t block_begin, block_end;
     int32_t tile_begin, tile_end;
+    const struct glm53_rect
+        *next; /* NULL, or what the thread multiplies next: its first tiles are prefetched */
 } glm53_rect;
 
 typedef struct glm53_dense_kernels glm53_dense_kernels;
@@ -55,6 +62,9 @@ typedef struct {
     void (*hadamard)(const float *x, float *y);
     /* Prepare x[128] * suh[128] through H, as the products of that precision want it. */
     void (*prepare)(const float *x, const uint16_t *suh, int32_t precision, float *block);
+    /* What a product needs to know of a number of bits, in GLM53_PLAN_BYTES aligned to 64, or NULL if
+     * nothing. Making it takes as long as two tiles. */
+    void (*plan)(int32_t bits_x2, void *plan);
     /* acc = x W over a rectangle. */
     void (*multiply_exact)(const glm53_rect *rect);
     void (*multiply_fast)(const glm53_rect *rect);
@@ -70,6 +80,8 @@ typedef struct {
      * blocks, and gets zeros beyond n. The same bits in every instruction set. */
     void (*weigh)(const float *logits, int32_t n, double largest, double slope, double least, double *weights,
                   double *sums);
+    /* x[n] = h[n] from f16; n is a multiple of 8. */
+    void (*widen)(const uint16_t *h, int32_t n, float *x);
 } glm53_tier;
 
 extern const glm53_tier glm53_tier_scalar;
@@ -94,11 +106,19 @@ void glm53_pool_release(glm53_pool *pool);
 /* work: about how many multiply-adds; a job too small to be worth waking the workers runs on the caller
  * alone, which changes no result. */
 void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context, int64_t work);
+/* Wake the workers and wait for them, so that they poll for the next job. */
+void glm53_pool_rouse(glm53_pool *pool);
 /* Within a job: wait until every thread has arrived, and start a new count of tasks. */
 void glm53_pool_barrier(glm53_pool *pool);
+/* Within a job: count one of something done, so that whoever awaits it sees what was written before. */
+void glm53_pool_raise(glm53_pool *pool, atomic_int *count);
+/* Within a job: wait until *count has reached `target`. */
+void glm53_pool_await(glm53_pool *pool, atomic_int *count, int32_t target);
 /* Within a job: the next task of the current count; each number is handed out once. */
 int64_t glm53_pool_next(glm53_pool *pool);
 const glm53_tier *glm53_pool_tier(const glm53_pool *pool);
+/* The tier's plan for a valid number of bits. */
+const void *glm53_pool_plan(const glm53_pool *pool, int32_t bits_x2);
 int32_t glm53_pool_threads(const glm53_pool *pool);
 /* The pool's scratch, at least `bytes`, 64-byte aligned, contents undefined; NULL without memory. Not within
  * a job. */

@@ -1,12 +1,12 @@
 /* A pool of worker threads that park between jobs.
  *
  * A job is announced by a new value of `generation`. Workers spin for a short while before they sleep, so
- * that the steps of a model follow each other without a system call. Inside a job `barrier` uses the same
- * wait. */
+ * that the steps of a model follow each other without a system call. Inside a job, `barrier` and `await` spin
+ * likewise. What different threads write lies on cache lines of its own, pairs of them, since some CPUs fetch
+ * two lines at once. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -16,8 +16,14 @@
  * than a scheduler tick, so that an idle pool costs nothing. */
 enum { SPIN_LIMIT = 2000 };
 
+/* A pool whose workers are to poll between jobs does so within them as well, for at most so long: far longer
+ * than a task, so that who waits still is about to lose a processor to somebody else. */
+static const int64_t MOST_WAIT_NS = 200000;
+
 /* Multiply-adds below which one thread is done before sleeping workers have woken: some 10 microseconds. */
 enum { SHARED_WORK = 1 << 16 };
+
+enum { MOST_BITS_X2 = 16 };
 
 /* A counter on which threads wait: spin first, then sleep. */
 typedef struct {
@@ -40,17 +46,20 @@ struct glm53_pool {
     int32_t num_pinned;
     int32_t num_started;
     int64_t spin_ns; /* beyond SPIN_LIMIT rounds, for workers without a job */
+    int64_t wait_ns; /* likewise, within a job */
     worker *workers; /* [1, num_threads); entry 0 is the caller's */
     glm53_job_fn job;
     void *context;
     bool is_closing;
     atomic_flag is_busy;
-    event_counter generation;
-    event_counter phase;
-    atomic_int num_arrived;
-    _Alignas(64) atomic_llong next_task;
     void *scratch;
     size_t scratch_bytes;
+    _Alignas(64) char plans[MOST_BITS_X2 + 1][GLM53_PLAN_BYTES];
+    _Alignas(128) event_counter generation;
+    _Alignas(128) event_counter phase; /* who sleeps within a job, sleeps here */
+    _Alignas(128) atomic_int num_arrived;
+    _Alignas(128) atomic_int num_finished; /* workers that are done with the job */
+    _Alignas(128) atomic_llong next_task;
 };
 
 static void cpu_relax(void) {
@@ -73,14 +82,18 @@ static void counter_destroy(event_counter *counter) {
     pthread_mutex_destroy(&counter->mutex);
 }
 
-/* No wake-up is lost: a sleeper raises num_sleepers before it looks at the value, the advancing thread
- * changes the value before it looks at num_sleepers, and both orders are sequentially consistent. */
-static void counter_advance(event_counter *counter) {
-    atomic_fetch_add(&counter->value, 1);
+/* No wake-up is lost: a sleeper raises num_sleepers before it looks at what it waits for, the other thread
+ * changes that before it looks at num_sleepers, and both orders are sequentially consistent. */
+static void wake_sleepers(event_counter *counter) {
     if (atomic_load(&counter->num_sleepers) == 0) return;
     pthread_mutex_lock(&counter->mutex);
     pthread_cond_broadcast(&counter->changed);
     pthread_mutex_unlock(&counter->mutex);
+}
+
+static void counter_advance(event_counter *counter) {
+    atomic_fetch_add(&counter->value, 1);
+    wake_sleepers(counter);
 }
 
 static bool counter_spin_past(event_counter *counter, unsigned seen) {
@@ -112,15 +125,39 @@ static void counter_wait_past(event_counter *counter, unsigned seen, int64_t spi
 
 void glm53_pool_barrier(glm53_pool *pool) {
     unsigned seen = atomic_load(&pool->phase.value);
-    /* Read first: once the last thread has arrived, the caller may start a job with another number. */
-    int32_t num_active = pool->num_active;
-    if (atomic_fetch_add(&pool->num_arrived, 1) + 1 == num_active) {
+    if (atomic_fetch_add(&pool->num_arrived, 1) + 1 == pool->num_active) {
         atomic_store(&pool->num_arrived, 0);
         atomic_store(&pool->next_task, 0);
         counter_advance(&pool->phase);
     } else {
-        counter_wait_past(&pool->phase, seen, 0);
+        counter_wait_past(&pool->phase, seen, pool->wait_ns);
     }
+}
+
+void glm53_pool_raise(glm53_pool *pool, atomic_int *count) {
+    atomic_fetch_add(count, 1);
+    wake_sleepers(&pool->phase);
+}
+
+static bool has_reached(atomic_int *count, int32_t target) {
+    for (int32_t i = 0; i < SPIN_LIMIT; i++) {
+        if (atomic_load_explicit(count, memory_order_acquire) >= target) return true;
+        cpu_relax();
+    }
+    return false;
+}
+
+void glm53_pool_await(glm53_pool *pool, atomic_int *count, int32_t target) {
+    if (has_reached(count, target)) return;
+    for (int64_t end = now_ns() + pool->wait_ns; now_ns() < end;) {
+        if (has_reached(count, target)) return;
+    }
+    event_counter *bed = &pool->phase;
+    pthread_mutex_lock(&bed->mutex);
+    atomic_fetch_add(&bed->num_sleepers, 1);
+    while (atomic_load(count) < target) pthread_cond_wait(&bed->changed, &bed->mutex);
+    atomic_fetch_sub(&bed->num_sleepers, 1);
+    pthread_mutex_unlock(&bed->mutex);
 }
 
 int64_t glm53_pool_next(glm53_pool *pool) {
@@ -134,7 +171,7 @@ static void *worker_main(void *argument) {
         counter_wait_past(&pool->generation, seen, pool->spin_ns);
         if (pool->is_closing) return NULL;
         pool->job(pool, pool->context, self->index);
-        glm53_pool_barrier(pool); /* the caller returns only after every worker is done with the job */
+        glm53_pool_raise(pool, &pool->num_finished);
     }
 }
 
@@ -144,16 +181,33 @@ void glm53_pool_run(glm53_pool *pool, glm53_job_fn job, void *context, int64_t w
     pool->job = job;
     pool->context = context;
     atomic_store(&pool->next_task, 0);
+    atomic_store(&pool->num_finished, 0);
     if (is_shared) counter_advance(&pool->generation);
     job(pool, context, 0);
-    glm53_pool_barrier(pool);
+    glm53_pool_await(pool, &pool->num_finished, pool->num_active - 1);
 }
+
+static void do_nothing(glm53_pool *pool, void *context, int32_t thread) {
+    (void)pool;
+    (void)context;
+    (void)thread;
+}
+
+void glm53_pool_rouse(glm53_pool *pool) { glm53_pool_run(pool, do_nothing, NULL, SHARED_WORK); }
 
 bool glm53_pool_acquire(glm53_pool *pool) { return !atomic_flag_test_and_set(&pool->is_busy); }
 
 void glm53_pool_release(glm53_pool *pool) { atomic_flag_clear(&pool->is_busy); }
 
 const glm53_tier *glm53_pool_tier(const glm53_pool *pool) { return pool->tier; }
+
+const void *glm53_pool_plan(const glm53_pool *pool, int32_t bits_x2) { return pool->plans[bits_x2]; }
+
+static void make_plans(glm53_pool *pool) {
+    for (int32_t bits_x2 = 2; pool->tier->plan && bits_x2 <= MOST_BITS_X2; bits_x2++) {
+        pool->tier->plan(bits_x2, pool->plans[bits_x2]);
+    }
+}
 
 int32_t glm53_pool_threads(const glm53_pool *pool) { return pool->num_threads; }
 
@@ -203,7 +257,7 @@ int32_t glm53_pool_create(const glm53_pool_config *config, glm53_pool **out) {
     if (config->spin_us < 0) return GLM53_BAD_ARGUMENT;
     const glm53_tier *tier = glm53_find_tier(config->isa);
     if (!tier) return GLM53_NO_ISA;
-    glm53_pool *pool = aligned_alloc(64, (sizeof *pool + 63) / 64 * 64);
+    glm53_pool *pool = aligned_alloc(128, sizeof *pool);
     if (!pool) return GLM53_NO_MEMORY;
     memset(pool, 0, sizeof *pool);
     pool->workers = calloc((size_t)config->num_threads, sizeof *pool->workers);
@@ -212,8 +266,10 @@ int32_t glm53_pool_create(const glm53_pool_config *config, glm53_pool **out) {
         return GLM53_NO_MEMORY;
     }
     pool->tier = tier;
+    make_plans(pool);
     pool->num_threads = config->num_threads;
     pool->spin_ns = (int64_t)config->spin_us * 1000;
+    pool->wait_ns = pool->spin_ns < MOST_WAIT_NS ? pool->spin_ns : MOST_WAIT_NS;
     atomic_flag_clear(&pool->is_busy);
     counter_init(&pool->generation);
     counter_init(&pool->phase);

@@ -29,6 +29,7 @@ glm53_product glm53_product_of(const glm53_pool *pool, const glm53_matrix *matri
                                int32_t precision, bool is_wide) {
     glm53_product product = {
         .matrix = matrix, .rows = rows, .is_wide = is_wide, .cut = glm53_cut_matrix(matrix)};
+    product.plan = glm53_pool_plan(pool, matrix->bits_x2);
     product.precision = glm53_effective_precision(pool, matrix, precision);
     product.num_parts = is_wide ? 1 : product.cut.num_spans;
     return product;
@@ -44,7 +45,7 @@ size_t glm53_product_part_floats(const glm53_product *product) {
     return (size_t)product->num_parts * (size_t)product->rows * (size_t)product->matrix->out_features;
 }
 
-static void multiply(const glm53_tier *tier, const glm53_product *product, const glm53_rect *rect) {
+void glm53_product_multiply(const glm53_tier *tier, const glm53_product *product, const glm53_rect *rect) {
     if (product->precision == GLM53_FAST16) {
         tier->multiply_fast(rect);
     } else {
@@ -52,25 +53,50 @@ static void multiply(const glm53_tier *tier, const glm53_product *product, const
     }
 }
 
-static void few_task(const glm53_tier *tier, const glm53_product *product, int64_t task) {
+glm53_rect glm53_product_rect(const glm53_product *product, int32_t span, int32_t tile_begin,
+                              int32_t tile_end) {
     const glm53_cut *cut = &product->cut;
     size_t out = (size_t)product->matrix->out_features;
-    int32_t span = (int32_t)(task / cut->num_bands), band = (int32_t)(task % cut->num_bands);
-    glm53_rect rect = {.matrix = product->matrix, .x = product->x, .rows = product->rows, .acc_stride = out};
+    glm53_rect rect = {.matrix = product->matrix,
+                       .plan = product->plan,
+                       .x = product->x,
+                       .rows = product->rows,
+                       .acc_stride = out};
     rect.block_begin = span * cut->span_blocks;
     rect.block_end = min_i32(rect.block_begin + cut->span_blocks, cut->num_blocks);
-    rect.tile_begin = band * cut->band_tiles;
-    rect.tile_end = min_i32(rect.tile_begin + cut->band_tiles, cut->num_tiles);
-    rect.acc =
-        product->parts + (size_t)span * (size_t)product->rows * out + (size_t)rect.tile_begin * GLM53_TILE;
-    multiply(tier, product, &rect);
+    rect.tile_begin = tile_begin;
+    rect.tile_end = tile_end;
+    rect.acc = product->parts + (size_t)span * (size_t)product->rows * out + (size_t)tile_begin * GLM53_TILE;
+    return rect;
+}
+
+void glm53_rect_prefetch(const glm53_rect *rect) {
+    size_t halves = glm53_tile_halves(rect->matrix), bytes = 2 * halves * GLM53_AHEAD_TILES;
+    size_t stride = (size_t)(rect->matrix->out_features / GLM53_TILE) * halves;
+    const uint16_t *first = rect->matrix->trellis +
+                            (size_t)rect->block_begin * (GLM53_BLOCK / GLM53_TILE) * stride +
+                            (size_t)rect->tile_begin * halves;
+    for (size_t i = 0; i < GLM53_BLOCK / GLM53_TILE; i++) {
+        uintptr_t run = (uintptr_t)(first + i * stride);
+        for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const void *)(run + at), 0, 3);
+    }
+}
+
+static void few_task(const glm53_tier *tier, const glm53_product *product, int64_t task) {
+    const glm53_cut *cut = &product->cut;
+    int32_t span = (int32_t)(task / cut->num_bands),
+            begin = (int32_t)(task % cut->num_bands) * cut->band_tiles;
+    glm53_rect rect =
+        glm53_product_rect(product, span, begin, min_i32(begin + cut->band_tiles, cut->num_tiles));
+    glm53_product_multiply(tier, product, &rect);
 }
 
 static void wide_task(const glm53_tier *tier, const glm53_product *product, int64_t task, float *temp) {
     const glm53_cut *cut = &product->cut;
     size_t out = (size_t)product->matrix->out_features;
     float *sums = product->parts + (size_t)task * GLM53_BLOCK;
-    glm53_rect rect = {.matrix = product->matrix, .x = product->x, .rows = product->rows};
+    glm53_rect rect = {
+        .matrix = product->matrix, .plan = product->plan, .x = product->x, .rows = product->rows};
     rect.tile_begin = (int32_t)task * (GLM53_BLOCK / GLM53_TILE);
     rect.tile_end = rect.tile_begin + GLM53_BLOCK / GLM53_TILE;
     for (int32_t span = 0; span < cut->num_spans; span++) {
@@ -78,7 +104,10 @@ static void wide_task(const glm53_tier *tier, const glm53_product *product, int6
         rect.acc_stride = span == 0 ? out : GLM53_BLOCK;
         rect.block_begin = span * cut->span_blocks;
         rect.block_end = min_i32(rect.block_begin + cut->span_blocks, cut->num_blocks);
-        multiply(tier, product, &rect);
+        glm53_rect next = rect;
+        next.block_begin = rect.block_end;
+        rect.next = span + 1 < cut->num_spans ? &next : NULL;
+        glm53_product_multiply(tier, product, &rect);
         for (int32_t r = 0; span > 0 && r < product->rows; r++) {
             float *sum = sums + (size_t)r * out;
             const float *part = temp + (size_t)r * GLM53_BLOCK;
@@ -95,9 +124,10 @@ void glm53_product_task(const glm53_tier *tier, const glm53_product *product, in
     }
 }
 
-void glm53_product_prepare(const glm53_tier *tier, const glm53_product *product, int32_t r, const float *x) {
+void glm53_product_prepare(const glm53_tier *tier, const glm53_product *product, int32_t r, const float *x,
+                           int32_t begin, int32_t end) {
     const uint16_t *suh = product->matrix->suh;
-    for (int32_t b = 0; b < product->cut.num_blocks; b++) {
+    for (int32_t b = begin; b < end; b++) {
         float *block = product->x + ((size_t)b * (size_t)product->rows + (size_t)r) * GLM53_X_FLOATS;
         tier->prepare(x + (size_t)b * GLM53_BLOCK, suh + (size_t)b * GLM53_BLOCK, product->precision, block);
     }
@@ -129,7 +159,8 @@ static void linear_main(glm53_pool *pool, void *context, int32_t thread) {
     size_t in = (size_t)product->matrix->in_features, out = (size_t)product->matrix->out_features;
     int64_t rows = product->rows, out_blocks = product->matrix->out_features / GLM53_BLOCK, task;
     while ((task = glm53_pool_next(pool)) < rows) {
-        glm53_product_prepare(tier, product, (int32_t)task, job->x + (size_t)task * in);
+        glm53_product_prepare(tier, product, (int32_t)task, job->x + (size_t)task * in, 0,
+                              product->cut.num_blocks);
     }
     glm53_pool_barrier(pool);
     float *temp = job->temps + (size_t)thread * (size_t)rows * GLM53_BLOCK;

@@ -27,6 +27,7 @@ enum { GLM53_FEW_ROWS = 8 };
 /* One product of a job: prepared blocks in, sums before the output transform out. */
 typedef struct {
     const glm53_matrix *matrix;
+    const void *plan;
     int32_t precision;
     int32_t rows;
     bool is_wide;
@@ -43,8 +44,15 @@ int64_t glm53_product_tasks(const glm53_product *product);
 size_t glm53_product_part_floats(const glm53_product *product);
 /* Do one task. temp: (rows, 128) floats of the calling thread, used if wide. */
 void glm53_product_task(const glm53_tier *tier, const glm53_product *product, int64_t task, float *temp);
-/* Prepare row r of x (in) for the product. */
-void glm53_product_prepare(const glm53_tier *tier, const glm53_product *product, int32_t r, const float *x);
+/* Columns [16 * tile_begin, 16 * tile_end) of one span; few only. Multiples of 8 tiles. */
+glm53_rect glm53_product_rect(const glm53_product *product, int32_t span, int32_t tile_begin,
+                              int32_t tile_end);
+void glm53_product_multiply(const glm53_tier *tier, const glm53_product *product, const glm53_rect *rect);
+/* Fetch the tiles that a rectangle begins with into the cache. */
+void glm53_rect_prefetch(const glm53_rect *rect);
+/* Prepare blocks [begin, end) of row r, given as x (in), for the product. */
+void glm53_product_prepare(const glm53_tier *tier, const glm53_product *product, int32_t r, const float *x,
+                           int32_t begin, int32_t end);
 /* y[128]: columns [128 * block, + 128) of row r, after the output transform. */
 void glm53_product_finish(const glm53_tier *tier, const glm53_product *product, int32_t r, int32_t block,
                           float *y);

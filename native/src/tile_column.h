@@ -21,14 +21,25 @@ INLINE tile_column column_at(const glm53_rect *rect, int32_t b, int32_t nt) {
     return column;
 }
 
-/* Runs of tiles are read by eight streams at once, one per k-tile; the hardware follows them only in part. */
-enum { PREFETCH_BYTES = 768 };
-
-INLINE void prefetch_column(tile_column column, size_t tile_bytes) {
+/* Runs of tiles are read by eight streams at once, one per k-tile, and end after a band of columns: the
+ * hardware follows them only in part. So each column of tiles fetches one that comes a little later on the
+ * thread's way: in the run, at the beginning of the next block's, or of the next rectangle's. */
+INLINE void prefetch_ahead(const glm53_rect *rect, int32_t b, int32_t nt) {
+    int32_t ahead = nt + GLM53_AHEAD_TILES, past = ahead - rect->tile_end;
+    tile_column column;
+    if (past < 0) {
+        column = column_at(rect, b, ahead);
+    } else if (b + 1 < rect->block_end) {
+        column = column_at(rect, b + 1, rect->tile_begin + past);
+    } else if (rect->next) {
+        column = column_at(rect->next, rect->next->block_begin, rect->next->tile_begin + past);
+    } else {
+        return;
+    }
+    size_t tile_bytes = 2 * glm53_tile_halves(rect->matrix);
     for (size_t i = 0; i < K_TILES; i++) {
-        uintptr_t ahead =
-            (uintptr_t)(column.first + i * column.stride) + PREFETCH_BYTES; /* may be past the end */
-        for (size_t at = 0; at < tile_bytes; at += 64) __builtin_prefetch((const void *)(ahead + at), 0, 3);
+        const char *tile = (const char *)(column.first + i * column.stride);
+        for (size_t at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + at, 0, 3);
     }
 }
 

@@ -304,6 +304,36 @@ static void test_parked_crew_wakes_and_missed_doorbell_loses_nothing(void) {
     close_office(&o);
 }
 
+static void await_parks(glm53_crew *crew, int64_t num_parks) {
+    const struct timespec pause = {.tv_nsec = 1000000};
+    glm53_crew_stats stats;
+    for (glm53_crew_describe(crew, &stats); stats.num_parks < num_parks; glm53_crew_describe(crew, &stats)) {
+        nanosleep(&pause, NULL);
+    }
+}
+
+/* The bell rouses the lead and its workers; without a job they park again, and still compute the next one. */
+static void test_bell_without_a_job_does_no_harm(void) {
+    office o = open_office(0);
+    uint32_t seed = 3;
+    glm53_crew_config config = configure(&o);
+    config.num_threads = 3;
+    config.poll_us = 0;
+    config.clamp = GLM53_CLAMP_ACTIVATION;
+    config.limit = 2.0f;
+    glm53_crew *crew = hire(&config);
+    glm53_pool *pool = make_pool(1, GLM53_ISA_AUTO);
+    for (int32_t round = 1; round <= 5; round++) {
+        await_parks(crew, round);
+        glm53_crew_ring(crew);
+    }
+    await_parks(crew, 6);
+    check_against_pool(crew, &o, pool, 1, config.precision, &seed);
+    glm53_pool_destroy(pool);
+    CHECK(glm53_crew_destroy(crew) == GLM53_OK);
+    close_office(&o);
+}
+
 /* ---- faults ---- */
 
 typedef struct {
@@ -442,6 +472,7 @@ int main(int argc, char **argv) {
     test_device_posts_f16_rows();
     test_malformed_jobs_are_answered_with_an_error();
     test_parked_crew_wakes_and_missed_doorbell_loses_nothing();
+    test_bell_without_a_job_does_no_harm();
     test_stalled_worker_is_an_error();
     test_dead_worker_is_an_error();
 #if !defined(__SANITIZE_THREAD__)
