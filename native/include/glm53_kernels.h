@@ -239,6 +239,42 @@ int32_t glm53_plain_linear(glm53_pool *pool, const void *w, int32_t is_f16, int3
 int32_t glm53_rms_norm(glm53_pool *pool, const float *x, const float *weight, int32_t rows, int32_t width,
                        float eps, float *y);
 
+/* ---- drawing a token ----
+ *
+ * A sampler owns scratch memory for rows of up to max_ids logits, runs on the calling thread and is used by
+ * one thread at a time. Logits hold no NaN and no plus infinity; `largest` is their maximum, and finite. Ids
+ * are ranked by (logit descending, id ascending). Results are the same bits in every instruction set. */
+
+typedef struct glm53_sampler glm53_sampler;
+
+/* In this order: scale, keep the first top_k of the ranking, of those the shortest prefix that holds top_p of
+ * the weight, of those the weights of at least min_p times the largest. weight = e^((logit - largest) /
+ * temperature), in double precision; one under 2^-1021 is 0. */
+typedef struct {
+    double temperature; /* > 0 */
+    double top_p;       /* 0 .. 1; 1 is off */
+    double min_p;       /* 0 .. 1; 0 is off */
+    int32_t top_k;      /* >= 0; 0 is off */
+} glm53_filters;
+
+/* Create a sampler in *sampler; NULL on failure. isa: GLM53_ISA_AUTO takes the best one there is. */
+int32_t glm53_sampler_create(int32_t max_ids, int32_t isa, glm53_sampler **sampler);
+
+/* Free the sampler; NULL is ignored. */
+void glm53_sampler_destroy(glm53_sampler *sampler);
+
+/* The id whose share of the kept weights, cumulated by ascending id, holds u (0 <= u < 1). */
+int32_t glm53_sampler_draw(glm53_sampler *sampler, const float *logits, int32_t num_ids, float largest,
+                           const glm53_filters *filters, double u, int32_t *id);
+
+/* total = sum of e^(logit - largest) over num_ids logits. */
+int32_t glm53_sampler_total(glm53_sampler *sampler, const float *logits, int32_t num_ids, float largest,
+                            double *total);
+
+/* ids (count): the first `count` of the ranking, by ascending id. 1 <= count <= num_ids. */
+int32_t glm53_sampler_top(glm53_sampler *sampler, const float *logits, int32_t num_ids, int32_t count,
+                          int32_t *ids);
+
 /* ---- memory for the experts and the mailbox ---- */
 
 enum { GLM53_PAGES_PLAIN = 0, GLM53_PAGES_TRANSPARENT = 1, GLM53_PAGES_HUGE = 2 };

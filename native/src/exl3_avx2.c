@@ -1,6 +1,8 @@
 /* AVX2: what stands around a product, and the table of this instruction set. */
 #include "exl3_avx2.h"
 
+#include "weigh.h"
+
 #ifdef GLM53_HAS_X86
 #include "avx2_begin.h"
 #include "avx2_math.h"
@@ -149,6 +151,7 @@ void glm53_avx2_widen(const uint16_t *h, int32_t n, float *x) {
 
 const glm53_tier glm53_tier_avx2 = {
     .isa = GLM53_ISA_AVX2,
+    .weigh = glm53_weigh_avx2,
     .dense = &glm53_dense_avx2,
     .has_fast16 = glm53_avx2_has_fast16,
     .decode_block = glm53_avx2_decode_block,

@@ -3,10 +3,12 @@
 #include "exl3_avx512.h"
 
 #include "exl3_avx2.h"
+#include "weigh.h"
 
 #ifdef GLM53_HAS_X86
 const glm53_tier glm53_tier_avx512 = {
     .isa = GLM53_ISA_AVX512,
+    .weigh = glm53_weigh_avx512,
     .dense = &glm53_dense_avx2,
     .has_fast16 = glm53_avx2_has_fast16,
     .decode_block = glm53_avx512_decode_block,

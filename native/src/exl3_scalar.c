@@ -3,6 +3,7 @@
 
 #include "dense.h"
 #include "internal.h"
+#include "weigh.h"
 
 /* The 16-bit state of position t: the window of the tile's bit ring that ends where position t's bits end.
  * The ring is the tile's 32-bit words, most significant bit first. */
@@ -195,6 +196,7 @@ static bool has_fast16(const glm53_matrix *matrix) { return matrix->codebook == 
 
 const glm53_tier glm53_tier_scalar = {
     .isa = GLM53_ISA_SCALAR,
+    .weigh = glm53_weigh_scalar,
     .dense = &glm53_dense_scalar,
     .has_fast16 = has_fast16,
     .decode_block = decode_block,

@@ -75,6 +75,11 @@ typedef struct {
     void (*activate)(const float *gate, const float *up, float limit, int32_t clamp, float *a);
     /* y[n] += scale * x[n]; n is a multiple of 8. */
     void (*add_scaled)(float *y, const float *x, float scale, int32_t n);
+    /* weights = e^((logit - largest) * slope), 1 for the largest, within 2 units in the last place; 0 where
+     * that is under `least`. Any n; sums: of each GLM53_WEIGHT_BLOCK weights. weights has room for whole
+     * blocks, and gets zeros beyond n. The same bits in every instruction set. */
+    void (*weigh)(const float *logits, int32_t n, double largest, double slope, double least, double *weights,
+                  double *sums);
     /* x[n] = h[n] from f16; n is a multiple of 8. */
     void (*widen)(const uint16_t *h, int32_t n, float *x);
 } glm53_tier;

@@ -303,6 +303,86 @@ static void test_latent_attention(glm53_pool *pool, glm53_pool *scalar) {
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
 }
 
+static float largest_of(const float *x, int32_t n) {
+    float largest = x[0];
+    for (int32_t i = 1; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+/* Rows of exact size: one id, partial blocks, one group of maxima, several, and eight times as many. */
+static void test_sampler(int32_t isa) {
+    const int32_t sizes[] = {1, 7, 127, 128, 129, 1000, 2048, 3001, 17000};
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+        int32_t n = sizes[s];
+        uint32_t seed = 11;
+        float *x = random_floats(&seed, (size_t)n);
+        for (int32_t i = 0; i < n; i += 3) x[i] *= 8.0f;
+        glm53_sampler *samplers[2];
+        CHECK(glm53_sampler_create(n, GLM53_ISA_SCALAR, &samplers[0]) == GLM53_OK);
+        CHECK(glm53_sampler_create(n, isa, &samplers[1]) == GLM53_OK);
+        const int32_t top_ks[] = {0, 1, 40, 2000};
+        for (size_t k = 0; k < sizeof top_ks / sizeof *top_ks; k++) {
+            for (int32_t u = 0; u < 8; u++) {
+                glm53_filters filters = {.temperature = u & 1 ? 0.5 : 3.0, .top_k = top_ks[k]};
+                filters.top_p = u & 2 ? 0.9 : 1.0;
+                filters.min_p = u & 4 ? 0.01 : 0.0;
+                int32_t ids[2] = {-1, -2};
+                for (int32_t i = 0; i < 2; i++) {
+                    CHECK(glm53_sampler_draw(samplers[i], x, n, largest_of(x, n), &filters, u / 8.0,
+                                             &ids[i]) == GLM53_OK);
+                }
+                CHECK(ids[0] == ids[1] && ids[0] >= 0 && ids[0] < n);
+            }
+        }
+        double totals[2];
+        for (int32_t i = 0; i < 2; i++) {
+            CHECK(glm53_sampler_total(samplers[i], x, n, largest_of(x, n), &totals[i]) == GLM53_OK);
+        }
+        CHECK(memcmp(&totals[0], &totals[1], sizeof(double)) == 0);
+        int32_t count = n > 20 ? 20 : n, *ids = items((size_t)count, sizeof *ids);
+        CHECK(glm53_sampler_top(samplers[1], x, n, count, ids) == GLM53_OK);
+        for (int32_t i = 1; i < count; i++) CHECK(ids[i - 1] < ids[i]);
+        free(ids);
+        for (int32_t i = 0; i < n; i++)
+            x[i] = NAN; /* refused by the caller; here nothing may be out of bounds */
+        glm53_filters filters = {.temperature = 1.0, .top_p = 0.5, .top_k = 5};
+        int32_t id = -1;
+        CHECK(glm53_sampler_draw(samplers[1], x, n, NAN, &filters, 0.5, &id) == GLM53_OK);
+        CHECK(id >= 0 && id < n);
+        for (int32_t i = 0; i < 2; i++) glm53_sampler_destroy(samplers[i]);
+        free(x);
+    }
+}
+
+static void test_sampler_arguments_are_checked(void) {
+    const glm53_filters good = {.temperature = 1.0, .top_p = 1.0};
+    const glm53_filters bad[] = {{.temperature = 0.0, .top_p = 1.0},
+                                 {.temperature = NAN, .top_p = 1.0},
+                                 {.temperature = 1.0, .top_p = 1.5},
+                                 {.temperature = 1.0, .top_p = 1.0, .min_p = -0.1},
+                                 {.temperature = 1.0, .top_p = 1.0, .top_k = -1}};
+    const float x[4] = {0};
+    int32_t id;
+    double total;
+    glm53_sampler *sampler;
+    CHECK(glm53_sampler_create(4, 9, &sampler) == GLM53_NO_ISA && !sampler);
+    CHECK(glm53_sampler_create(0, GLM53_ISA_AUTO, &sampler) == GLM53_BAD_ARGUMENT && !sampler);
+    CHECK(glm53_sampler_create(4, GLM53_ISA_AUTO, NULL) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_sampler_create(4, GLM53_ISA_AUTO, &sampler) == GLM53_OK);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK(glm53_sampler_draw(sampler, x, 4, 0.0f, &bad[i], 0.5, &id) == GLM53_BAD_ARGUMENT);
+    }
+    CHECK(glm53_sampler_draw(sampler, x, 4, 0.0f, &good, 1.0, &id) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_sampler_draw(sampler, x, 5, 0.0f, &good, 0.5, &id) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_sampler_draw(sampler, NULL, 4, 0.0f, &good, 0.5, &id) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_sampler_draw(sampler, x, 4, 0.0f, NULL, 0.5, &id) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_sampler_total(sampler, x, 0, 0.0f, &total) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_sampler_top(sampler, x, 4, 5, &id) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_sampler_top(sampler, x, 4, 0, &id) == GLM53_BAD_ARGUMENT);
+    glm53_sampler_destroy(sampler);
+    glm53_sampler_destroy(NULL);
+}
+
 static void test_arguments_are_checked(glm53_pool *pool) {
     uint32_t seed = 8;
     glm53_matrix good = random_matrix(&seed, 128, 128, 6, GLM53_CODEBOOK_MUL1), bad = good;
@@ -346,10 +426,12 @@ int main(void) {
         test_norm_and_streams(pool, scalar);
         test_recurrences(pool, scalar);
         test_latent_attention(pool, scalar);
+        test_sampler(isa);
         test_arguments_are_checked(pool);
         glm53_pool_destroy(pool);
         printf("kernels: instruction set %d ok\n", isa);
     }
+    test_sampler_arguments_are_checked();
     glm53_pool_destroy(scalar);
     return 0;
 }

@@ -19,6 +19,7 @@ from glm53srv.engine.sampler import LOGPROB_FLOOR, SamplerBank, uniform
 from glm53srv.errors import EngineError, InvalidRequest
 from glm53srv.request import SamplingParams
 from tests.builders import make_start
+from tests.engine import sampling_reference
 
 Logits = NDArray[np.float32]
 
@@ -143,6 +144,38 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     wanted = np.append(expected[is_common], expected[~is_common].sum()) * num_draws
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
     assert len(wanted) >= 4
+    assert ((observed - wanted) ** 2 / wanted).sum() < chi_square_limit(len(wanted) - 1)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.5], ids=["flat", "peaked"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(top_p=0.95),
+        SamplingParams(temperature=0.7, top_k=2000, top_p=0.9),
+        SamplingParams(min_p=0.1),
+    ],
+    ids=str,
+)
+def test_draws_from_a_large_vocabulary_follow_the_distribution(params: SamplingParams, scale: float) -> None:
+    rng = np.random.default_rng(4)
+    row = (scale * rng.standard_normal(20_000)).astype(np.float32)
+    row[rng.choice(20_000, 30, replace=False)] += np.float32(4.0 * scale)
+    expected = sampling_reference.probabilities(row, params)
+    num_draws, num_bins = 4000, 40
+    # Neighbouring ids share a bin: nearly as many bins as a heavy id leaves, all of about the same weight.
+    bin_of = np.minimum((np.cumsum(expected) - expected / 2) * num_bins, num_bins - 1).astype(np.int64)
+    bank = SamplerBank(20_000, ())
+    bank.start(0, make_start(params, seed=99))
+
+    drawn = np.array([bank.sample([0], row[None, :])[0].token_id for _ in range(num_draws)])
+
+    assert (expected[drawn] > 0).all()
+    observed = np.bincount(bin_of[drawn], minlength=num_bins)
+    wanted = np.bincount(bin_of, weights=expected, minlength=num_bins) * num_draws
+    observed, wanted = observed[wanted >= 5], wanted[wanted >= 5]
+    assert len(wanted) >= 8
     assert ((observed - wanted) ** 2 / wanted).sum() < chi_square_limit(len(wanted) - 1)
 
 
