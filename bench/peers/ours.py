@@ -1,0 +1,216 @@
+"""Measure our engine on a checkpoint, within a share of the card, as bench.peers.stock measures its own.
+
+    python -m bench.peers.ours DIR --mode fast --vram 24 --out fast.json
+    python -m bench.peers.ours --synthetic --layers 15 --mode exact
+
+The cache of experts is as large as the whole model's would be, 42 layers of --experts each (by default as
+many as stock's split gets); decode may use --experts for each layer that is there, prompts borrow from all.
+--synthetic draws the weights in memory: the same numbers as on disk, without the disk.
+
+Exit codes: 0 measured, 2 could not be measured, with one line that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import BadInput, BenchError
+from bench.peers.heat import counted_heat, save_heat
+from bench.peers.holding import holding_slots
+from bench.peers.options import CHUNK_TOKENS, MAX_STREAMS, PeerOptions, add_options, read_options
+from bench.peers.peer_command import Say, run_peer
+from bench.peers.stock import memory_facts
+from glm53srv.errors import Glm53Error, MachineError
+from glm53srv.machine import MachineFacts, read_machine
+from glm53srv.model.config import ModelConfig, load_model_config
+from glm53srv.model.published import PUBLISHED
+from glm53srv.model.published_files import write_published_files
+from glm53srv.offload.cost import Mode
+from glm53srv.offload.device.cpus import AUTO, choose_cpus
+from glm53srv.offload.device.layout import sparse_layers
+
+if TYPE_CHECKING:  # torch
+    from glm53srv.engine.cuda.engine import CudaEngine
+    from glm53srv.engine.cuda.loading import CudaOptions
+
+
+@dataclass(frozen=True, slots=True)
+class OurSetup:
+    """layers: of weights that are drawn, None for a checkpoint. heat_out: file for the counts of experts."""
+
+    mode: Mode
+    layers: int | None
+    heat_out: Path | None
+
+
+class OurPeer:
+    """Our engine, open and warm. num_slots: the share of decode."""
+
+    def __init__(
+        self, engine: CudaEngine, config: ModelConfig, num_slots: int, heat_out: Path | None = None
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._num_slots = num_slots
+        self._heat_out = heat_out
+
+    @property
+    def engine(self) -> CudaEngine:
+        """The engine."""
+        return self._engine
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Withhold the slots beyond the share."""
+        return holding_slots(self._engine.offload.policy, self._num_slots)
+
+    def counts(self) -> Mapping[str, int]:
+        """Give the offload's counters."""
+        return asdict(self._engine.offload.counts)
+
+    def facts(self) -> dict[str, Any]:
+        """Check some slots, save the counts of experts, and give the set-up and the memory at most.
+
+        Raises EngineError for a slot that differs from its home.
+        """
+        offload = self._engine.offload
+        if self._heat_out is not None:
+            save_heat(self._heat_out, counted_heat(self._config, offload.policy.history))
+        facts = {
+            "layers": self._config.num_layers,
+            "decode_slots": min(self._num_slots, offload.plan.num_slots),
+            "slots": offload.plan.num_slots,
+            "chunk_tokens": self._engine.limits.max_chunk_tokens,
+            "calibration": asdict(offload.calibration),
+            "checked_slots": self._engine.check_slots(64, seed=9),
+        }
+        if offload.lane is not None:
+            crew = offload.lane.stats()
+            facts["crew"] = asdict(crew) | {"ms_per_expert": crew.ms_per_expert}
+        return facts | memory_facts()
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._engine.close()
+
+
+def cache_slots(gpu_experts: int) -> int:
+    """Give the slots of the whole model's cache: as many experts as stock's split keeps on the card."""
+    return gpu_experts * len(sparse_layers(PUBLISHED))
+
+
+def open_ours(options: PeerOptions, setup: OurSetup, machine: MachineFacts, say: Say) -> OurPeer:
+    """Load the engine and warm it up. Raises BenchError, CheckpointError, ConfigError, MachineError."""
+    cuda = _cuda_options(options, setup.mode, machine)
+    engine, config = (
+        _load(options.model_dir, cuda, machine)
+        if options.model_dir is not None
+        else _draw(setup.layers, cuda, machine)
+    )
+    say("loaded")
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
+    num_slots = options.gpu_experts * len(sparse_layers(config))
+    say(f"{num_slots} of {engine.offload.plan.num_slots} slots for decode")
+    return OurPeer(engine, config, num_slots, setup.heat_out)
+
+
+def _cuda_options(options: PeerOptions, mode: Mode, machine: MachineFacts) -> CudaOptions:
+    try:
+        from glm53srv.engine.cuda.loading import CudaOptions
+    except ImportError as error:
+        raise MachineError(f"cannot import what the GPU needs ({error})") from error
+    from glm53srv.offload.device.options import OffloadOptions
+    from glm53srv.offload.vram_plan import VramOptions
+
+    return CudaOptions(
+        OffloadOptions(
+            mode=mode,
+            vram=VramOptions(max_slots=cache_slots(options.gpu_experts)),
+            crew_threads=0 if mode == "exact" else options.threads,
+            crew_cpus=choose_cpus(AUTO, machine),
+        ),
+        max_streams=MAX_STREAMS,
+        cache_tokens=options.cache_tokens,
+        max_chunk_tokens=CHUNK_TOKENS,
+        vram_bytes=options.vram_bytes,
+    )
+
+
+def _load(model_dir: Path, cuda: CudaOptions, machine: MachineFacts) -> tuple[CudaEngine, ModelConfig]:
+    from glm53srv.engine.cuda.engine import CudaEngine
+
+    return CudaEngine.load(model_dir, cuda, machine), load_model_config(model_dir)
+
+
+def _draw(layers: int | None, cuda: CudaOptions, machine: MachineFacts) -> tuple[CudaEngine, ModelConfig]:
+    from glm53srv.engine.cuda.engine import CudaEngine
+    from glm53srv.engine.cuda.loading import limit_vram
+    from glm53srv.engine.cuda.package import open_package
+    from glm53srv.engine.cuda.synthetic_model import load_synthetic
+    from glm53srv.engine.cuda.synthetic_plan import require_host_memory
+    from glm53srv.engine.sampler import SamplerBank
+
+    with tempfile.TemporaryDirectory() as name:
+        work_dir = Path(name)
+        write_published_files(work_dir, layers)
+        require_host_memory(load_model_config(work_dir), machine)
+        package = open_package(cuda.mode)
+        limit_vram(cuda)
+        loaded = load_synthetic(package, cuda, work_dir, layers, lambda part, stage: None)
+    config = loaded.config
+    try:
+        sampler = SamplerBank(config.vocab_size, config.eos_token_ids)
+        return CudaEngine.open(loaded, sampler, cuda), config
+    except BaseException:
+        loaded.arena.close()
+        raise
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser; its help is that of the command."""
+    parser = argparse.ArgumentParser(
+        prog="bench.peers.ours", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model_dir", type=Path, nargs="?")
+    parser.add_argument("--synthetic", action="store_true", help="draw the weights in memory")
+    parser.add_argument("--layers", type=int, help="with --synthetic: the first N")
+    parser.add_argument("--mode", choices=("exact", "fast"), default="fast")
+    parser.add_argument("--heat-out", type=Path, help="file for counts of experts, for bench.peers.stock")
+    add_options(parser)
+    return parser
+
+
+def check_source(model_dir: Path | None, is_synthetic: bool, layers: int | None) -> None:
+    """Raise BadInput unless exactly one source of weights is named."""
+    if (model_dir is None) != is_synthetic:
+        raise BadInput("name a checkpoint or --synthetic, one of the two")
+    if layers is not None and not is_synthetic:
+        raise BadInput("--layers goes with --synthetic: a checkpoint has the layers it has")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit code."""
+    given = make_parser().parse_args(argv)
+    machine = read_machine()
+    try:
+        check_source(given.model_dir, given.synthetic, given.layers)
+        options = read_options(given, machine)
+    except (BenchError, Glm53Error) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    setup = OurSetup(given.mode, given.layers, given.heat_out)
+    return run_peer(f"ours {given.mode}", options, lambda each, say: open_ours(each, setup, machine, say))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
