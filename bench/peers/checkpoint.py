@@ -228,9 +228,11 @@ def write_checkpoint(
 
 
 def choose_device(text: str) -> str:
-    """Resolve "auto". Raises BadInput for cuda where there is none."""
-    import torch
-
+    """Resolve "auto". Raises BenchError without torch, BadInput for cuda where there is none."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BenchError(f"drawing weights takes torch ({error}): pip install 'glm53srv[cuda]'") from error
     has_cuda = bool(torch.cuda.is_available())
     if text == "cuda" and not has_cuda:
         raise BadInput("--device cuda: torch finds no CUDA device; check the driver with nvidia-smi")
@@ -252,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device, free = choose_device(given.device), free_disk_bytes(given.directory)
         drawn = write_checkpoint(given.directory, given.layers, device, read_machine(), free)
-    except (BenchError, Glm53Error, OSError, ImportError) as error:
+    except (BenchError, Glm53Error, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     elapsed = time.perf_counter() - begin

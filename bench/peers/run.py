@@ -4,8 +4,8 @@
 
 Writes the checkpoint to WORK, measures our engine in fast mode, stock, and our engine in exact mode, each in
 a process of its own with a time limit, prints a table, and deletes the checkpoint (--keep leaves it; a later
-run takes one that is there as it is, and leaves it). OUT gets peers.json, peers.txt, and a log and all figures
-of each part. A part that fails or takes too long does not keep the others from running. Ours runs first
+run takes one that is there as it is, and leaves it). OUT gets peers.json, peers.txt, and of each part a log
+and all figures. A part that fails or takes too long does not keep the others from running. Ours runs first
 because it counts the picks by which stock places its experts; without them they are placed by the routers'
 biases.
 
@@ -215,7 +215,7 @@ def parse(argv: Sequence[str] | None) -> RunOptions:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="--vram, --experts, --threads, --cache-tokens, --warm, --steps and --prefill go to both peers: "
+        epilog="--vram, --experts, --threads, --cache-tokens, --warm, --steps, --prefill go to both peers: "
         "see bench.peers.stock --help.",
     )
     parser.add_argument("--layers", type=int, help="the first N; by default 15, or as many as the disk holds")

@@ -159,7 +159,7 @@ class StockEngine:
     def _prompt(
         self, slot: int, token_ids: tuple[int, ...], start: int, pages: tuple[int, ...], *, is_last: bool
     ) -> int | None:
-        """Run a chunk, whole; gives the token behind the last one. Waits for the device."""
+        """Run a chunk, whole; for the last one, wait for the device and give the token behind it."""
         if start == 0:
             self._free(slot)
             self._states[slot] = self._cache.get_new_state()
@@ -168,7 +168,6 @@ class StockEngine:
         ids = torch.tensor([token_ids], dtype=torch.int64)
         if not is_last:
             self._model.prefill(ids, params)
-            torch.cuda.synchronize()
             return None
         return self._choose(self._model.forward(ids, params | {"last_tokens_only": 1}))[0]
 
