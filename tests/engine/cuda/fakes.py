@@ -66,6 +66,8 @@ class FakeModel:
     fails_at: int | None = None
     is_unloaded: bool = False
     wanted_rows: list[bool] = field(default_factory=list)
+    refuses_width: int | None = None
+    captured: list[tuple[int, bool]] = field(default_factory=list)
 
     def new_state(self) -> FakeState:
         self.num_states += 1
@@ -118,6 +120,14 @@ class FakeModel:
     def to_host(self, logits: torch.Tensor) -> NDArray[np.float32]:
         rows: NDArray[np.float32] = logits[:, :VOCAB].numpy()
         return rows
+
+    def capture(self, width: int, planner: Any, *, by_row: bool) -> None:
+        if width == self.refuses_width:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        self.captured.append((width, by_row))
+
+    def drop_graphs(self) -> None:
+        self.captured.clear()
 
     def wait(self) -> None:
         """Nothing runs."""
