@@ -142,6 +142,7 @@ class FakeOffload:
 
     calls: list[str] = field(default_factory=list)
     report: None = None
+    last_picks: NDArray[np.int32] | None = None
 
     def begin_chunk(self, num_tokens: int) -> None:
         self.calls.append(f"chunk {num_tokens}")
