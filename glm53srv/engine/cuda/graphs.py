@@ -142,7 +142,6 @@ class DecodeGraph:
         sample = self._embed([0] * width)
         device = parts.blocks[0].device
         self._inputs = StepInputs(width, max_pages, sample.shape[-1], sample.dtype, device)
-        self._outputs: dict[int, torch.dtype] = {}
         self._logits: torch.Tensor | None = None
 
     def capture(self, planner: Planner) -> None:
