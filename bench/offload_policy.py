@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.synth_routes import generate, route_model
+from glm53srv.bench_model.routes import generate, route_model
 from glm53srv.offload.cost import cpu_count_table, default_costs
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.residency import ResidencyPolicy

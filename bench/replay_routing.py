@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.reference_policy import InStepClock
-from bench.synth_routes import Routes, generate, load_routes, pick_counts, route_model
+from bench.synth_routes import load_routes, pick_counts
+from glm53srv.bench_model.routes import Routes, generate, route_model
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
 from glm53srv.offload.cost import ZERO_COPY_MS, CostModel, CostOverrides, cpu_count_table
 from glm53srv.offload.geometry import ExpertGeometry

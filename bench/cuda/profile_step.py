@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
     options, machine = parse_options([word for word in argv if word != "--measure"]), read_machine()
     require_host_memory(published_model(options.layers), machine)
     with tempfile.TemporaryDirectory() as directory:
-        engine, model, facts = build_engine(options, machine, Path(directory), say)
+        engine, model, facts, routes = build_engine(options, machine, Path(directory), say)
         if "--measure" in argv:
-            measure(options, engine, model, {"load": facts}, say)
-        driver = Driver(engine)
+            measure(options, engine, model, {"load": facts}, say, routes)
+        driver = Driver(engine, routes=routes)
         for width in options.streams:
             slots = list(range(width))
             for slot in slots:

@@ -3,7 +3,7 @@
 #
 #     OUT=results MODEL=reference/demo/checkpoint sh bench/cuda/run_all.sh
 #
-# A quiet machine, please: the CPU workers and the link are half of what is measured. About 15
+# A quiet machine, please: the CPU workers and the link are half of what is measured. About 10
 # minutes on an H200; SOAK (seconds) adds mixed load. Everything is run whatever fails before it; ends with 1
 # if something failed.
 set -u
@@ -25,7 +25,9 @@ for mode in exact fast; do
     measure "full_$mode" python3 -m glm53srv bench-model --mode "$mode" --beside 32768 --soak "$SOAK" \
         --out "$OUT/full_$mode.json"
 done
-for name in exact fast contract full_exact full_fast; do
+measure http python3 -m bench.all --short --model "$MODEL" --panel reference/demo-exl3-ref-panel.json \
+    --serve "--engine cuda --mode exact" --out "$OUT/http"
+for name in exact fast contract full_exact full_fast http; do
     echo "== $name"
     tail -n 25 "$OUT/$name.log"
 done

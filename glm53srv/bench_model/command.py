@@ -23,8 +23,10 @@ from glm53srv.bench_model.measures import (
     soak,
 )
 from glm53srv.bench_model.options import BenchOptions
+from glm53srv.bench_model.routes import generate, route_model
 from glm53srv.engine.cuda.engine import CudaEngine
-from glm53srv.engine.cuda.loading import CudaOptions, limit_vram
+from glm53srv.engine.cuda.imposed_routes import ImposedRoutes
+from glm53srv.engine.cuda.loading import CudaOptions, LoadedModel, limit_vram
 from glm53srv.engine.cuda.package import open_package
 from glm53srv.engine.cuda.synthetic_model import load_synthetic
 from glm53srv.engine.cuda.synthetic_plan import device_bytes
@@ -38,6 +40,9 @@ from glm53srv.offload.vram_plan import VramOptions, explain
 logger = logging.getLogger(__name__)
 
 SHORT_PROMPTS = (96, 256, 1024)
+MAX_STREAMS = 4
+TRACE_TOKENS = 1024
+"""Tokens of a stream until its routes come round again: more than warm and timed steps of the defaults."""
 REPEATED_UP_TO = 8192
 """Tokens of the longest prompt that is run twice."""
 
@@ -65,19 +70,24 @@ def run_bench(options: BenchOptions, machine: MachineFacts, say: Say) -> dict[st
 def _run(
     options: BenchOptions, machine: MachineFacts, work_dir: Path, results: dict[str, Any], say: Say
 ) -> None:
-    engine, model, results["load"] = build_engine(options, machine, work_dir, say)
+    engine, model, results["load"], routes = build_engine(options, machine, work_dir, say)
     results["device"] = torch.cuda.get_device_name()
     try:
-        measure(options, engine, model, results, say)
+        measure(options, engine, model, results, say, routes)
     finally:
         engine.close()
 
 
 def measure(
-    options: BenchOptions, engine: CudaEngine, model: TimedModel, results: dict[str, Any], say: Say
+    options: BenchOptions,
+    engine: CudaEngine,
+    model: TimedModel,
+    results: dict[str, Any],
+    say: Say,
+    routes: ImposedRoutes | None,
 ) -> None:
-    """Measure a warm engine as the options say, into results."""
-    driver = Driver(engine)
+    """Measure a warm engine as the options say, into results. routes: as build_engine gave them."""
+    driver = Driver(engine, routes=routes)
     _save(options, results)
     for width in options.streams:
         found = measure_decode(driver, engine, width, options.warm_steps, options.steps, model.enqueue_s)
@@ -110,8 +120,8 @@ def measure(
 
 def build_engine(
     options: BenchOptions, machine: MachineFacts, work_dir: Path, say: Say
-) -> tuple[CudaEngine, TimedModel, dict[str, Any]]:
-    """Load and warm up the drawn model; gives the engine and what that took."""
+) -> tuple[CudaEngine, TimedModel, dict[str, Any], ImposedRoutes | None]:
+    """Load and warm up the drawn model; gives the engine, what that took, and whose routes it follows."""
     cpus = choose_cpus(options.cpus, machine)
     threads = 0 if options.mode == "exact" else options.threads or len(cpus)
     cuda = _cuda_options(options, cpus, threads)
@@ -132,6 +142,7 @@ def build_engine(
         f"{config.num_layers} layers: experts of {arena.region.num_bytes / GIB:.1f} GiB in host memory, "
         f"{device_bytes(config) / GIB:.2f} GiB of other weights on the card"
     )
+    routes = _impose_routes(loaded) if options.routes == "published" else None
     model: Any = TimedModel(loaded.model)
     sampler = SamplerBank(config.vocab_size, config.eos_token_ids)
     try:
@@ -156,7 +167,20 @@ def build_engine(
         "calibration": asdict(calibration),
         "chunk_tokens": engine.limits.max_chunk_tokens,
     }
-    return engine, model, facts
+    return engine, model, facts, routes
+
+
+def _impose_routes(loaded: LoadedModel) -> ImposedRoutes:
+    """Let decode steps follow traces with the published skew and locality, one for each stream."""
+    geometry = loaded.arena.geometry
+    drawn = route_model()
+    traces = [
+        generate(TRACE_TOKENS, seed=stream, model=drawn)[:, : geometry.num_layers]
+        for stream in range(MAX_STREAMS)
+    ]
+    routes = ImposedRoutes(traces, MAX_STREAMS, loaded.device)
+    routes.impose(loaded.layers)
+    return routes
 
 
 def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) -> CudaOptions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,12 +20,21 @@ HIGHEST_TOKEN = 150_000
 """Ids below are text in the published vocabulary."""
 
 
+class Routes(Protocol):
+    """What prescribes the experts of decode steps."""
+
+    def send(self, streams: Sequence[int]) -> None:
+        """Prescribe those of the next step, whose rows are these streams'."""
+
+
 class Driver:
     """Owns an engine's plans and slots; tokens are drawn, pages shared out evenly. Engine thread only."""
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, seed: int = 0, routes: Routes | None = None) -> None:
+        """routes: told before each decode step which slots it has, see engine/cuda/imposed_routes.py."""
         limits = engine.limits
         self.engine = engine
+        self._routes = routes
         self.depth = limits.num_layers
         self._step = 0
         self._rng = np.random.default_rng(seed)
@@ -58,6 +67,8 @@ class Driver:
     ) -> StepResult:
         """Run one step; decode names slots, each of which takes a drawn token."""
         self._step += 1
+        if decode and self._routes is not None:
+            self._routes.send(decode)
         return self.engine.step(
             StepPlan(self._step, prefill=prefill, decode=self._rows(decode), release=tuple(release))
         )

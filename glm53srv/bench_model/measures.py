@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from glm53srv.bench_model.driver import Driver
 from glm53srv.engine.cuda.engine import CudaEngine
@@ -31,7 +33,11 @@ def measure_decode(
     before = asdict(engine.offload.counts)
     enqueue_s.clear()
     begin = time.perf_counter()
-    times = [driver.time_step(decode=slots) for _ in range(steps)]
+    times, picks = [], []
+    for _ in range(steps):
+        times.append(driver.time_step(decode=slots))
+        if engine.offload.last_picks is not None:
+            picks.append(engine.offload.last_picks.copy())
     elapsed = time.perf_counter() - begin
     after = asdict(engine.offload.counts)
     driver.step(release=slots)
@@ -40,12 +46,26 @@ def measure_decode(
         "tok_s": width * steps / elapsed,
         "step_ms": statistics.median(times) * 1e3,
         "enqueue_ms": statistics.median(enqueue_s) * 1e3,
+        "recall": recall_of_previous(picks, width),
         "hit_rate": spent["num_hit_picks"] / max(1, spent["num_picks"]),
         "vram_experts": spent["num_vram"] / steps,
         "link_experts": spent["num_link"] / steps,
         "cpu_experts": spent["num_cpu"] / steps,
         "copies": spent["num_copies"] / steps,
     }
+
+
+def recall_of_previous(picks: list[NDArray[np.int32]], num_rows: int) -> float:
+    """Give the part of a row's picks that the step before had picked too; NaN with fewer than two steps.
+
+    picks: of consecutive steps, int32 (layers, num_rows * top_k) each.
+    """
+    steps = [each.reshape(len(each), num_rows, -1) for each in picks]
+    shares = [
+        float((now[..., :, None] == before[..., None, :]).any(-1).mean())
+        for before, now in itertools.pairwise(steps)
+    ]
+    return statistics.fmean(shares) if shares else float("nan")
 
 
 def measure_prefill(driver: Driver, num_tokens: int, repeats: int) -> list[float]:

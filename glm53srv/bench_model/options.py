@@ -43,6 +43,7 @@ class BenchOptions:
     out: Path | None
     tuning_dir: Path | None
     graphs: bool
+    routes: str
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,7 +71,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpus", default="auto", help="CPUs of the expert workers, as --ct-cpus of serve")
     parser.add_argument("--threads", type=positive, help="expert workers; one per CPU by default")
     parser.add_argument("--streams", type=_whole(1, 4), nargs="*", default=[1, 2, 4])
-    parser.add_argument("--warm", type=count, default=120, help="steps before timing")
+    parser.add_argument("--warm", type=count, default=200, help="steps before timing")
+    parser.add_argument(
+        "--routes",
+        choices=("published", "own"),
+        default="published",
+        help="who picks in decode steps: traces of the published skew and locality, or the random routers",
+    )
     parser.add_argument("--steps", type=positive, default=64, help="steps that are timed")
     parser.add_argument("--prefill", type=positive, nargs="*", default=[8192, 32768], help="prompt lengths")
     parser.add_argument("--beside", type=count, default=0, help="tokens of a prompt beside a decoding stream")
@@ -104,6 +111,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         out=given.out,
         tuning_dir=given.tuning_dir,
         graphs=not given.no_graphs,
+        routes=given.routes,
     )
 
 

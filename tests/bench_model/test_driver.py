@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from glm53srv.bench_model.driver import Driver, TimedModel
 from glm53srv.engine.base import EngineLimits, SampledToken, StepPlan, StepResult, StepStats
 from glm53srv.engine.slot_book import Slot, SlotBook
@@ -107,3 +109,19 @@ def test_a_timed_model_notes_each_decode_and_passes_the_rest_on() -> None:
     assert (model.num_layers, model.decode(1, 2), model.decode(3)) == (7, 3, 3)
     assert len(model.enqueue_s) == 2
     assert min(model.enqueue_s) >= 0
+
+
+def test_routes_are_told_the_rows_of_every_decode_step() -> None:
+    told = []
+
+    class Routes:
+        def send(self, streams: Sequence[int]) -> None:
+            told.append(list(streams))
+
+    driver = Driver(BookEngine(), routes=Routes())
+    driver.prefill_s(0, 30)
+    driver.prefill_s(2, 30)
+    driver.step(decode=[0, 2])
+    driver.step(driver.pieces(1, 5)[0], decode=[2])
+    driver.step(release=[0, 1, 2])
+    assert told == [[0, 2], [2]]

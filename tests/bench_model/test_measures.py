@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="needs torch, as make test-triton installs it")
 
 from glm53srv.bench_model.driver import Driver, TimedModel
-from glm53srv.bench_model.measures import measure_beside, measure_decode, measure_prefill, peak_rss_gib
+from glm53srv.bench_model.measures import (
+    measure_beside,
+    measure_decode,
+    measure_prefill,
+    peak_rss_gib,
+    recall_of_previous,
+)
+from glm53srv.bench_model.routes import generate
 from glm53srv.offload.device.counts import Counts
 from tests.engine.cuda.fakes import NUM_LAYERS, FakeModel, FakeOffload, make_engine
 
@@ -82,3 +91,17 @@ def test_a_prompt_beside_a_stream_lets_it_step_between_layers(bench: Bench) -> N
 
 def test_the_most_memory_is_read() -> None:
     assert 0.01 < peak_rss_gib() < 1000
+
+
+def test_recall_counts_each_row_against_itself() -> None:
+    first = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)  # two layers, two rows of two picks
+    second = np.array([[2, 9, 1, 2], [6, 5, 0, 0]], np.int32)
+    # layer 0: row (2, 9) after (1, 2): one of two; row (1, 2) after (3, 4): none. Layer 1: two, none.
+    assert recall_of_previous([first, second], 2) == pytest.approx((0.5 + 0 + 1.0 + 0) / 4)
+    assert math.isnan(recall_of_previous([first], 2))
+    assert math.isnan(recall_of_previous([], 1))
+
+
+def test_published_routes_recall_what_was_published() -> None:
+    routes = generate(400, seed=3).astype(np.int32)
+    assert recall_of_previous(list(routes), 1) == pytest.approx(0.33, abs=0.02)

@@ -22,7 +22,7 @@ from bench.replay_routing import (
     synthetic_traces,
     what_ifs,
 )
-from bench.synth_routes import generate
+from glm53srv.bench_model.routes import generate
 from glm53srv.offload.simulate.profile import RTX3090_ONE_COPY, RTX3090_SLOW_GATHER
 
 

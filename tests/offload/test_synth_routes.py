@@ -8,22 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.synth_routes import (
+from bench.synth_routes import distinct_picks, gini, load_routes, pick_counts, recency_recall, top_shares
+from glm53srv.bench_model.routes import (
     ANCHOR_LAYERS,
     FIRST_MODEL_LAYER,
     GINI,
     RECALL,
     SHARES,
     Routes,
-    distinct_picks,
     generate,
-    gini,
-    load_routes,
-    pick_counts,
     pick_probabilities,
-    recency_recall,
     route_model,
-    top_shares,
 )
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.residency import ResidencyPolicy

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -149,6 +151,41 @@ def test_close_is_idempotent_and_ends_the_crew(arena: ExpertArena) -> None:
     crew.close()
     with pytest.raises(ValueError, match="closed"):
         crew.ring()
+
+
+def count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_crew_that_nobody_holds_ends_its_threads_before_their_memory_goes(arena: ExpertArena) -> None:
+    before = count_threads()
+    crew = Crew(arena, make_mailbox(), CrewOptions(3, poll_us=10_000_000))
+    crew.ring()
+    assert count_threads() > before
+    del crew
+    assert count_threads() == before
+
+
+def test_a_process_may_end_without_closing_its_crew(random_model_dir: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from glm53srv.machine import read_machine
+from glm53srv.model.checkpoint import Checkpoint
+from glm53srv.model.config import load_model_config
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.crew import Crew, CrewOptions
+from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
+
+folder = Path(sys.argv[1])
+config = load_model_config(folder)
+arena = ExpertArena.load(Checkpoint(folder), config, read_machine())
+crew = Crew(arena, Mailbox(MailboxShape(4, 8, config.hidden_size)), CrewOptions(2, poll_us=10_000_000))
+crew.ring()
+"""
+    command = [sys.executable, "-c", code, str(random_model_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_threads_are_pinned_to_the_given_cpus(arena: ExpertArena) -> None:

@@ -62,7 +62,8 @@ class StepInputs:
         """Allocate for `width` rows with up to max_pages pages each; dtype: of the embedding."""
         self._width = width
         words = -(-width * hidden * dtype.itemsize // 16) * 4  # the embedding's, then numbers, all int32
-        self._staged = torch.zeros(words + width * (2 + max_pages), dtype=torch.int32).pin_memory()
+        length, pins = words + width * (2 + max_pages), torch.cuda.is_available()
+        self._staged = torch.zeros(length, dtype=torch.int32, pin_memory=pins)
         self._sent = torch.zeros_like(self._staged, device=device)
         self._begin = words
         self._numbers = self._staged.numpy()[words:]
@@ -97,8 +98,23 @@ class Recorder:
 
     def __init__(self, scratch: Callable[[], list[Any]]) -> None:
         self.scratch = scratch
-        self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run on the stream of the captures, with the device idle before and after."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.synchronize()
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Begin a graph; its capture_end() ends it."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may call the driver meanwhile: the log's, the watchdog's.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
 
 
 class DecodeGraph:
@@ -126,13 +142,11 @@ class DecodeGraph:
         sample = self._embed([0] * width)
         device = parts.blocks[0].device
         self._inputs = StepInputs(width, max_pages, sample.shape[-1], sample.dtype, device)
-        self._outputs: dict[int, torch.dtype] = {}
         self._logits: torch.Tensor | None = None
 
     def capture(self, planner: Planner) -> None:
         """Record the step; its width must have run plainly. Raises RuntimeError if it cannot be captured."""
         self._renew()
-        torch.cuda.synchronize()
         params = {
             "attn_mode": "flash_attn",
             "cache": self._cache,
@@ -143,8 +157,8 @@ class DecodeGraph:
             "layer_instance": 0,
         }
         x = self._inputs.x
-        with torch.cuda.stream(self._recorder.stream), planner.planning(self._width), self._cutting():
-            self._begin()
+        with self._recorder.recording(), planner.planning(self._width), self._cutting():
+            self._graph = self._recorder.begin()
             try:
                 for module in self._modules:
                     x = module.forward(x, params)
@@ -157,7 +171,6 @@ class DecodeGraph:
             self._segments.append(_Segment(self._graph))
         self._logits = x[:, 0]
         self._kept += self._recorder.scratch()
-        torch.cuda.synchronize()
 
     def run(
         self,
@@ -209,11 +222,6 @@ class DecodeGraph:
             rows = slice(index * step, (index + 1) * step)
             y[rows].copy_(attention.forward(x[rows], params))
 
-    def _begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may call the driver meanwhile: the log's, the watchdog's.
-        self._graph.capture_begin(pool=self._recorder.pool, capture_error_mode="thread_local")
-
     @contextlib.contextmanager
     def _cutting(self) -> Iterator[None]:
         """Make every attention end the graph that leads to it, and begin the next behind it."""
@@ -222,7 +230,7 @@ class DecodeGraph:
             self._graph.capture_end()
             y = torch.zeros(x.shape, dtype=output_type(attention), device=x.device)
             self._segments.append(_Segment(self._graph, attention, x, y))
-            self._begin()
+            self._graph = self._recorder.begin()
             return y
 
         for attention in self._attentions:

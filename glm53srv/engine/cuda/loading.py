@@ -182,9 +182,20 @@ def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "
 
     fingerprint: of the routers, for kept heat. Raises MachineError.
     """
-    geometry, wanted = loaded.arena.geometry, options.offload
     loan = _probe(loaded, options)
     lane = _hire(loaded, options)
+    try:
+        return _open_with(loaded, options, loan, lane, fingerprint)
+    except BaseException:
+        if lane is not None:
+            lane.close()
+        raise
+
+
+def _open_with(
+    loaded: LoadedModel, options: CudaOptions, loan: LoanParams, lane: CpuLane | None, fingerprint: str
+) -> OpenedOffload:
+    geometry, wanted = loaded.arena.geometry, options.offload
     free = free_vram(loaded.device, options.vram_bytes)
     plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
     tables = [tables_of(layer) for layer in loaded.layers]

@@ -72,6 +72,10 @@ def make_offloaded_class(base: Any) -> type[Any]:
             self._stock_routing: Any = self.routing_fn
             self.routing_fn: Any = self._plan_behind_router
 
+        def change_routing(self, wrap: Any) -> None:
+            """Replace the router by wrap(router); for measurements. Before the first step."""
+            self._stock_routing = wrap(self._stock_routing)
+
         def load_local(self, **options: Any) -> None:
             """Build the compiled path; without the shared expert if that runs beside it."""
             shared = self.shared_experts if self._side_stream is not None else None

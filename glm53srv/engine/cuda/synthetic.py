@@ -2,8 +2,8 @@
 
 For measuring: the time of a step depends on shapes, places and routes, not on what the weights mean. Any bits
 are valid EXL3 codes. The router's bias is spread by depth so that the popularity of experts has the published
-skew (SKEW); what neighbouring tokens share beyond popularity is not imitated, so hit rates are lower than a
-trained model's. Deterministic: every tensor's numbers depend on the seed and its name.
+skew (SKEW). What neighbouring tokens share beyond popularity is not in the weights: imposed_routes.py lets
+traces pick in their place. Deterministic: every tensor's numbers depend on the seed and its name.
 """
 
 from __future__ import annotations

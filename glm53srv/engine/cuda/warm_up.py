@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from glm53srv.engine.base import EngineLimits
 from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
@@ -31,6 +32,7 @@ def capture_every_width(model: CudaModel, offload: GpuOffload, limits: EngineLim
     by_row: see DecodeGraph. Without graphs a step is right and slower: a package or a card that cannot be
     captured is no reason not to serve.
     """
+    begin_s = time.perf_counter()
     try:
         for width in range(1, limits.max_streams + 1):
             model.capture(width, offload, by_row=by_row)
@@ -40,6 +42,7 @@ def capture_every_width(model: CudaModel, offload: GpuOffload, limits: EngineLim
         return False
     for width in range(1, limits.max_streams + 1):
         run_width(model, offload, limits, width, PAGE_TOKENS)
+    logger.info("decode graphs widths=%d took_s=%.1f", limits.max_streams, time.perf_counter() - begin_s)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -77,7 +78,6 @@ class Crew:
         ffi, lib = library.ffi, library.lib
         self._library = library
         self._handle: Any = None
-        self._arena = arena
         self._mailbox = mailbox
         self._options = options
         self._table = _copy_table(arena)
@@ -100,6 +100,9 @@ class Crew:
         if status != lib.GLM53_OK:
             raise MachineError(f"cannot start {options.num_threads} CPU workers: {self._text(status)}")
         self._handle = handle[0]
+        # Also at the interpreter's end and when nobody holds the crew any more: the threads read memory that
+        # would be unmapped under them. The regions are the callback's until then.
+        self._end = weakref.finalize(self, _end_threads, library, handle[0], (self._table, mailbox, arena))
         self.num_pinned = int(self._describe().num_pinned)
 
     def __enter__(self) -> Crew:
@@ -170,13 +173,9 @@ class Crew:
 
     def close(self) -> None:
         """End the threads. Idempotent. A thread that hangs is left behind, with the memory that it uses."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        if self._library.lib.glm53_crew_destroy(handle) != self._library.lib.GLM53_OK:
-            logger.error("a CPU worker hangs; its memory stays in use until the process ends")
-            for memory in (self._table, self._mailbox.region, self._arena):
-                memory.abandon()
+        if self._handle is not None:
+            self._handle = None
+            self._end()
 
     def _open(self) -> Any:
         if self._handle is None:
@@ -199,6 +198,15 @@ class Crew:
             )
         if status != self._library.lib.GLM53_OK:
             raise EngineError(f"the CPU workers refused {what}: {self._text(status)}")
+
+
+def _end_threads(library: Any, handle: Any, memory: tuple[Region, Mailbox, ExpertArena]) -> None:
+    """End a crew's threads; memory: what they read and write, left mapped if one of them hangs."""
+    if library.lib.glm53_crew_destroy(handle) != library.lib.GLM53_OK:
+        logger.error("a CPU worker hangs; its memory stays in use until the process ends")
+        table, mailbox, arena = memory
+        for each in (table, mailbox.region, arena):
+            each.abandon()
 
 
 def _copy_table(arena: ExpertArena) -> Region:

@@ -66,6 +66,8 @@ class FakeModel:
     fails_at: int | None = None
     is_unloaded: bool = False
     wanted_rows: list[bool] = field(default_factory=list)
+    refuses_width: int | None = None
+    captured: list[tuple[int, bool]] = field(default_factory=list)
 
     def new_state(self) -> FakeState:
         self.num_states += 1
@@ -119,6 +121,14 @@ class FakeModel:
         rows: NDArray[np.float32] = logits[:, :VOCAB].numpy()
         return rows
 
+    def capture(self, width: int, planner: Any, *, by_row: bool) -> None:
+        if width == self.refuses_width:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        self.captured.append((width, by_row))
+
+    def drop_graphs(self) -> None:
+        self.captured.clear()
+
     def wait(self) -> None:
         """Nothing runs."""
 
@@ -132,6 +142,7 @@ class FakeOffload:
 
     calls: list[str] = field(default_factory=list)
     report: None = None
+    last_picks: NDArray[np.int32] | None = None
 
     def begin_chunk(self, num_tokens: int) -> None:
         self.calls.append(f"chunk {num_tokens}")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, as make test-triton installs it")
 
 from glm53srv.engine.base import StepPlan
-from glm53srv.engine.cuda.warm_up import run_every_shape
+from glm53srv.engine.cuda.warm_up import STEPS_PER_WIDTH, capture_every_width, run_every_shape
 from glm53srv.errors import EngineError
 from glm53srv.request import PromptLogprobs
 from tests.engine.cuda.fakes import NUM_LAYERS, VOCAB, FakeModel, FakeOffload, logits_after, make_engine
@@ -174,3 +174,27 @@ def test_close_frees_in_order_and_only_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.ERROR):
         broken.engine.close()
     assert "the GPU could not be freed: CUDA error: unspecified launch failure" in caplog.text
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_every_width_is_captured_and_run(bench: Bench, by_row: bool) -> None:
+    limits = bench.engine.limits
+    assert capture_every_width(bench.model, bench.offload, limits, by_row=by_row)  # type: ignore[arg-type]
+    assert bench.model.captured == [(width, by_row) for width in (1, 2, 3, 4)]
+    assert [call for call in bench.offload.calls if call.startswith("decode")] == [
+        f"decode {width}" for width in (1, 2, 3, 4) for _ in range(STEPS_PER_WIDTH)
+    ]
+    assert bench.model.num_states == 0
+
+
+def test_a_width_that_cannot_be_captured_leaves_all_without_graphs(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.model.refuses_width = 3
+    limits = bench.engine.limits
+    assert not capture_every_width(bench.model, bench.offload, limits, by_row=True)  # type: ignore[arg-type]
+    assert bench.model.captured == []
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "decode runs without CUDA graphs: operation not permitted when stream is capturing"
+    )

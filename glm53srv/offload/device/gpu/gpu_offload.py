@@ -99,6 +99,9 @@ class GpuOffload:
         self.store = GpuSlots(arena, plan.num_slots, plan.chunk_slots, device, poisons=poisons)
         self.lane = lane
         self.counts = Counts()
+        self.last_picks: NDArray[np.int32] | None = (
+            None  # of the newest step whose log was read, until the next
+        )
         self._options = options
         self._tables = memory.tables
         self._loan_params = memory.loan
@@ -333,6 +336,7 @@ class GpuOffload:
 
     def _learn(self, log: StepLog) -> None:
         counts = self.counts
+        self.last_picks = log.picks
         self.policy.observe(log.picks)
         self._heat_keeper.end_step(self.policy.history)
         counts.num_vram += int(log.counts[:, 0].sum())

@@ -1,0 +1,247 @@
+"""Say where a decode step's time goes, part by part, from a trace of the GPU, and draw one step's lanes.
+
+    python -m bench.cuda.profile_step --mode fast --layers 15 --out trace      on the GPU machine
+    python -m bench.profile trace.decode_of_1.json.gz --svg lanes.svg          anywhere
+
+Reads a Chrome trace as torch's profiler writes it, device events only; needs the Python standard library.
+Steps are told apart by the copy of the logits to the host. A part's time is that of its kernels; when nothing
+ran on the GPU it was idle: between steps for the host, within one between two kernels. What the routed
+experts' kernels read, from VRAM or over the link, is one launch and cannot be told apart here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import html
+import itertools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.errors import BadInput
+from bench.report import run_command
+
+TOOL = "profile"
+ROUTED, SHARED, IDLE = "routed experts", "shared expert", "idle"
+PARTS: tuple[tuple[str, str, str], ...] = (
+    (ROUTED, r"exl3_moe", "#c0392b"),
+    (SHARED, r"(?!)", "#e59866"),  # by its place, see _name_parts
+    ("wait for the CPU, add its part", r"add_partial", "#8e44ad"),
+    ("router, plan", r"routing_|plan_layer", "#f1c40f"),
+    ("latent attention", r"_mla_|_dsa_", "#16a085"),
+    ("linear attention", r"gdn_|kda_|conv1d|recurrent|gated_rms_norm", "#2ecc71"),
+    ("hyper-connections, norms", r"hc_|rms_norm", "#7f8c8d"),
+    ("head", r"(?!)", "#34495e"),  # the last product of a step
+    ("other products", r"gemv|gemm|nvjet|splitK|cublas|cutlass", "#2980b9"),
+    ("copies", r"Memcpy|Memset", "#95a5a6"),
+    ("other kernels", r"", "#bdc3c7"),
+)
+"""Name, kernels, colour; the first that matches counts."""
+COLOURS = {name: colour for name, _, colour in PARTS}
+LOGITS = "Memcpy DtoH (Device -> Pageable)"
+SMALL_GAP_US = 20.0
+WIDTH, LEFT, LANE = 1180, 110, 34
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something on the device; times in microseconds from the trace's first event."""
+
+    name: str
+    begin: float
+    end: float
+    stream: int
+    part: str = ""
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read the device's events of a trace, in order. Raises BadInput for what is no such trace."""
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            items = json.load(file)["traceEvents"]
+        found = [
+            Event(str(item["name"]), float(item["ts"]), float(item["ts"]) + float(item["dur"]), _stream(item))
+            for item in items
+            if item.get("ph") == "X" and item.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{path}: no trace of torch's profiler ({type(error).__name__}: {error})") from error
+    if not found:
+        raise BadInput(f"{path}: the trace has no device events")
+    found.sort(key=lambda event: event.begin)
+    first = found[0].begin
+    return [Event(each.name, each.begin - first, each.end - first, each.stream) for each in found]
+
+
+def _stream(item: dict[str, object]) -> int:
+    arguments = item.get("args")
+    return int(arguments.get("stream", 0)) if isinstance(arguments, dict) else 0
+
+
+def cut_steps(events: Sequence[Event]) -> list[list[Event]]:
+    """Give the events of each whole step, from behind one copy of logits to the next, parts named."""
+    ends = [index for index, event in enumerate(events) if event.name == LOGITS]
+    return [_name_parts(events[begin + 1 : end + 1]) for begin, end in itertools.pairwise(ends)]
+
+
+def _name_parts(step: Sequence[Event]) -> list[Event]:
+    """Name each event's part. Of two launches of experts behind one plan the first is the shared expert."""
+    names = [next(name for name, kernels, _ in PARTS if re.search(kernels, event.name)) for event in step]
+    plans = [index for index, event in enumerate(step) if "plan_layer" in event.name]
+    for begin, end in zip(plans, [*plans[1:], len(step)], strict=True):
+        experts = [index for index in range(begin, end) if names[index] == ROUTED]
+        if len(experts) >= 4:  # two kernels each
+            for index in experts[: len(experts) // 2]:
+                names[index] = SHARED
+    products = [index for index, name in enumerate(names) if name == "other products"]
+    if products:
+        names[products[-1]] = "head"
+    return [
+        Event(event.name, event.begin, event.end, event.stream, name)
+        for event, name in zip(step, names, strict=True)
+    ]
+
+
+def idle_times(step: Sequence[Event], begin: float) -> tuple[float, float]:
+    """Give a step's idle microseconds: before its first kernels and in long gaps, and between kernels.
+
+    begin: when the step before ended.
+    """
+    long, short, last = 0.0, 0.0, begin
+    for event in sorted(step, key=lambda each: each.begin):
+        gap = event.begin - last
+        if gap > SMALL_GAP_US:
+            long += gap
+        elif gap > 0:
+            short += gap
+        last = max(last, event.end)
+    return long, short
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table. ms: median over the steps; count: kernels or copies a step."""
+
+    part: str
+    ms: float
+    count: float
+
+
+def summarize(steps: Sequence[Sequence[Event]]) -> tuple[float, list[Row]]:
+    """Give the median step in ms and the time by part, the largest first. Steps follow one another."""
+    if len(steps) < 2:
+        raise BadInput("the trace has fewer than three decode steps")
+    timed = steps[1:]  # the first has no step before it to measure its gap from
+    begins = [step[-1].end for step in steps[:-1]]
+    spans = [(step[-1].end - begin) / 1e3 for step, begin in zip(timed, begins, strict=True)]
+    rows = []
+    for part, _, _ in PARTS:
+        own = [[event for event in step if event.part == part] for step in timed]
+        if any(own):
+            times = [sum(event.end - event.begin for event in events) / 1e3 for events in own]
+            rows.append(Row(part, statistics.median(times), statistics.fmean(map(len, own))))
+    gaps = [idle_times(step, begin) for step, begin in zip(timed, begins, strict=True)]
+    rows.append(Row(f"{IDLE}: the host, between steps", statistics.median(gap[0] for gap in gaps) / 1e3, 0))
+    rows.append(Row(f"{IDLE}: between two kernels", statistics.median(gap[1] for gap in gaps) / 1e3, 0))
+    return statistics.median(spans), sorted(rows, key=lambda row: -row.ms)
+
+
+def draw(step: Sequence[Event], begin: float, title: str) -> str:
+    """Draw a step as SVG: all of it, and its middle four experts' layers enlarged."""
+    plans = [event.begin for event in step if "plan_layer" in event.name]
+    middle = max(0, len(plans) // 2 - 2)
+    near = (
+        (plans[middle], plans[min(len(plans) - 1, middle + 4)]) if len(plans) > 4 else (begin, step[-1].end)
+    )
+    streams = sorted({event.stream for event in step}, key=lambda each: -_busy(step, each))
+    parts = [name for name, _, _ in PARTS if any(event.part == name for event in step)]
+    height = 60 + 2 * (len(streams) * LANE + 56) + 22 * (len(parts) // 5 + 1)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + LEFT + 20}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        f'<text x="10" y="20" font-size="14">{html.escape(title)}</text>',
+    ]
+    top = 34.0
+    for label, low, high in (("one step", begin, step[-1].end), ("four layers", *near)):
+        lines.append(f'<text x="10" y="{top + 14}">{label}</text>')
+        for lane, stream in enumerate(streams):
+            y = top + 20 + lane * LANE
+            name = "GPU" if lane == 0 else f"stream {stream}"
+            lines.append(f'<text x="10" y="{y + 17}">{name}</text>')
+            lines.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{LANE - 8}" fill="#f4f4f4"/>')
+            lines += _boxes((event for event in step if event.stream == stream), low, high, y)
+        axis = top + 20 + len(streams) * LANE + 8
+        lines += _axis(low, high, axis)
+        top = axis + 22
+    for index, part in enumerate(parts):
+        x, y = 10 + index % 5 * 250, top + 12 + index // 5 * 22
+        lines.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[part]}"/>')
+        lines.append(f'<text x="{x + 18}" y="{y}">{html.escape(part)}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _busy(step: Iterable[Event], stream: int) -> float:
+    return sum(event.end - event.begin for event in step if event.stream == stream)
+
+
+def _boxes(events: Iterable[Event], low: float, high: float, y: float) -> list[str]:
+    boxes = []
+    for event in events:
+        begin, end = max(event.begin, low), min(event.end, high)
+        if end <= begin:
+            continue
+        x = LEFT + (begin - low) / (high - low) * WIDTH
+        width = max(0.4, (end - begin) / (high - low) * WIDTH)
+        boxes.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 8}" fill="{COLOURS[event.part]}">'
+            f"<title>{html.escape(event.name[:60])}, {event.end - event.begin:.1f} us</title></rect>"
+        )
+    return boxes
+
+
+def _axis(low: float, high: float, y: float) -> list[str]:
+    step = next(each for each in (50, 100, 200, 500, 1000, 2000, 5000, 10000) if (high - low) / each <= 12)
+    return [
+        f'<text x="{LEFT + at / (high - low) * WIDTH:.0f}" y="{y + 6}" fill="#555">{at / 1000:g} ms</text>'
+        for at in range(0, int(high - low) + 1, step)
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; draw if asked."""
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m bench.{TOOL}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="a .json or .json.gz of decode steps")
+    parser.add_argument("--svg", type=Path, help="picture of a step to write")
+    parser.add_argument("--title", default="a decode step", help="what the picture is of")
+    given = parser.parse_args(list(argv))
+    steps = cut_steps(read_events(given.trace))
+    span, rows = summarize(steps)
+    print(f"{len(steps) - 1} steps of {span:.2f} ms (median)")
+    print(f"{'part':34s} {'ms':>7s} {'share':>6s} {'launches':>9s}")
+    for row in rows:
+        count = f"{row.count:9.1f}" if row.count else " " * 9
+        print(f"{row.part:34s} {row.ms:7.3f} {row.ms / span:6.1%} {count}")
+    if given.svg is not None:
+        # the one with most lanes: not every step copies experts
+        number = max(range(1, len(steps)), key=lambda each: len({event.stream for event in steps[each]}))
+        picture = draw(steps[number], steps[number - 1][-1].end, given.title)
+        given.svg.write_text(picture, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,126 @@
+"""The parts of a step are told by kernels' names and places, idle time by what lies between them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.errors import BadInput
+from bench.profile import LOGITS, cut_steps, main, read_events, summarize
+
+LAYER = (
+    ("gdn_ba_gemv_kernel", 4.0),
+    ("void exl3_gemv_int8_sq_kernel<5, 1>", 10.0),
+    ("plan_layer", 2.0),
+    ("exl3_moe_coop_a_kernel<5>", 6.0),
+    ("exl3_moe_coop_b_kernel<5>", 3.0),
+    ("exl3_moe_coop_a_kernel<3>", 40.0),
+    ("exl3_moe_coop_b_kernel<3>", 20.0),
+    ("add_partial", 5.0),
+    ("void hc_apply_kernel<4>", 1.0),
+)
+HOST_GAP, SMALL_GAP = 500.0, 1.0
+
+
+def kernel(name: str, begin: float, length: float, stream: int = 7) -> dict[str, Any]:
+    category = "gpu_memcpy" if "Memcpy" in name else "kernel"
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length, "args": {"stream": stream}}
+
+
+def make_trace(
+    num_steps: int, layer: tuple[tuple[str, float], ...] = LAYER, num_layers: int = 6
+) -> list[Any]:
+    """Lay steps one behind the other: a gap of the host's, layers, head, logits."""
+    events: list[Any] = [
+        {"ph": "M", "name": "process_name"},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::add"},
+    ]
+    now = 1000.0
+    for _ in range(num_steps):
+        now += HOST_GAP
+        events.append(kernel("Memcpy HtoD (Pinned -> Device)", now, 30.0, stream=139))
+        for name, length in (*(layer * num_layers), ("exl3_gemv_int8_sq_kernel<6>", 100.0), (LOGITS, 15.0)):
+            events.append(kernel(name, now, length))
+            now += length + SMALL_GAP
+        now -= SMALL_GAP
+    return events
+
+
+def write(path: Path, events: list[Any]) -> Path:
+    text = json.dumps({"traceEvents": events})
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_time_goes_to_the_parts_that_kernels_belong_to(tmp_path: Path, name: str) -> None:
+    steps = cut_steps(read_events(write(tmp_path / name, make_trace(4))))
+    assert len(steps) == 3
+    span, rows = summarize(steps)
+    found = {row.part: row for row in rows}
+    expected = {
+        "routed experts": (6 * 60.0, 12),
+        "shared expert": (6 * 9.0, 12),
+        "wait for the CPU, add its part": (6 * 5.0, 6),
+        "router, plan": (6 * 2.0, 6),
+        "linear attention": (6 * 4.0, 6),
+        "other products": (6 * 10.0, 6),
+        "head": (100.0, 1),
+        "hyper-connections, norms": (6 * 1.0, 6),
+        "copies": (30.0 + 15.0, 2),
+    }
+    for part, (microseconds, count) in expected.items():
+        assert found[part].ms == pytest.approx(microseconds / 1e3)
+        assert found[part].count == count
+    assert found["idle: the host, between steps"].ms == pytest.approx(HOST_GAP / 1e3)
+    launches = 6 * len(LAYER) + 2
+    assert found["idle: between two kernels"].ms == pytest.approx((launches - 1) * SMALL_GAP / 1e3, rel=0.2)
+    assert span == pytest.approx((HOST_GAP + 6 * 91.0 + 115.0 + (launches - 1) * SMALL_GAP) / 1e3, rel=1e-3)
+    assert [row.ms for row in rows] == sorted((row.ms for row in rows), reverse=True)
+
+
+def test_one_launch_of_experts_behind_a_plan_is_the_routed_ones(tmp_path: Path) -> None:
+    layer = tuple(each for each in LAYER if "<5>" not in each[0])  # the shared expert runs elsewhere
+    _, rows = summarize(cut_steps(read_events(write(tmp_path / "t.json", make_trace(3, layer)))))
+    found = {row.part: row.ms for row in rows}
+    assert "shared expert" not in found
+    assert found["routed experts"] == pytest.approx(0.36)
+
+
+def test_the_picture_is_svg_with_a_lane_for_each_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, picture = write(tmp_path / "t.json", make_trace(5)), tmp_path / "lanes.svg"
+    assert main([str(trace), "--svg", str(picture), "--title", "15 layers & <more>"]) == 0
+    assert "4 steps of" not in capsys.readouterr().out.splitlines()[-1]
+    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    texts = [each.text for each in root.iter() if each.tag.endswith("text")]
+    assert "15 layers & <more>" in texts
+    assert texts.count("GPU") == texts.count("stream 139") == 2
+    assert "routed experts" in texts
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("no json", "no trace of torch's profiler"),
+        ('{"traceEvents": [{"ph": "X", "cat": "cpu_op"}]}', "has no device events"),
+        ('{"other": 1}', "no trace of torch's profiler"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(BadInput, match=reason):
+        read_events(path)
+
+
+def test_a_trace_of_too_few_steps_is_refused(tmp_path: Path) -> None:
+    steps = cut_steps(read_events(write(tmp_path / "t.json", make_trace(2))))
+    with pytest.raises(BadInput, match="fewer than three"):
+        summarize(steps)

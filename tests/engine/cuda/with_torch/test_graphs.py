@@ -1,0 +1,252 @@
+"""A captured step: what lies in which graph, what runs between two, and what is sent for each step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from glm53srv.engine.cuda.graphs import DecodeGraph, Parts, StepInputs
+
+HIDDEN, VOCAB, PAGES = 8, 11, 16
+
+
+@dataclass
+class FakeGraph:
+    """Notes its end and its replays."""
+
+    number: int
+    told: list[Any]
+
+    def capture_end(self) -> None:
+        self.told.append(f"end {self.number}")
+
+    def replay(self) -> None:
+        self.told.append(f"replay {self.number}")
+
+
+@dataclass
+class FakeRecorder:
+    """Stands for a GPU's captures."""
+
+    told: list[Any] = field(default_factory=list)
+    num_graphs: int = 0
+
+    def scratch(self) -> list[Any]:
+        return ["workspace"]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def planning(self, num_rows: int) -> Iterator[None]:
+        self.told.append(f"planning {num_rows}")
+        yield
+        self.told.append("planned")
+
+    def begin(self) -> FakeGraph:
+        self.num_graphs += 1
+        return FakeGraph(self.num_graphs - 1, self.told)
+
+
+class Layer:
+    """An attention or recurrent layer of the package, as far as a capture looks at it."""
+
+    def __init__(self, told: list[Any], name: str, *, is_latent: bool) -> None:
+        self.told, self.name = told, name
+        self.caps = {"kv_cache": True} if is_latent else {}
+        self.out_dtype = torch.float32
+        self.bc_split = not is_latent
+
+    def forward(self, x: torch.Tensor, params: dict[str, Any], out_dtype: Any = None) -> torch.Tensor:
+        self.told.append((self.name, len(x), params))
+        return x + 1
+
+    def _bc_configure_slot_kda(self, rows: int, length: int, history: bool) -> None:
+        self.told.append(f"set up {self.name} for {rows}")
+
+
+class Gated:
+    """A dense network whose compiled path holds a graph of the package's."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+        self.bc: Any = "compiled"
+        self.multi_gu: list[Any] = ["tables"]
+        self.device = "cpu"
+
+    def forward(self, x: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        return x
+
+    def load_local(self, device: Any, load_slice: int) -> None:
+        assert self.multi_gu == [None]
+        self.told.append("dense set up")
+        self.bc, self.multi_gu[0] = "compiled again", "tables again"
+
+
+class Sparse:
+    """A sparse layer; its shared expert is inside of its call or beside it."""
+
+    def __init__(self, shared: Any, *, is_inside: bool, is_plain: bool = True) -> None:
+        self.shared_experts, self.bc_sh_exp, self.is_plain = shared, is_inside, is_plain
+
+    def shared_coop_ok(self) -> bool:
+        return self.is_plain
+
+    def forward(self, x: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        return x
+
+
+class Block:
+    """A block: attention, then network."""
+
+    device = "cpu"
+
+    def __init__(self, attn: Layer, mlp: Any) -> None:
+        self.attn, self.mlp = attn, mlp
+
+    def forward(self, x: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        return self.mlp.forward(self.attn.forward(x, params), params)
+
+
+class Module:
+    """A module in front of the blocks or behind them."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def forward(self, x: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        return self._function(x)
+
+
+def embed(ids: torch.Tensor) -> torch.Tensor:
+    return ids.half()[..., None].expand(-1, -1, HIDDEN).contiguous()
+
+
+def make(
+    recorder: FakeRecorder, width: int, *, by_row: bool = False, mlp: Any = None
+) -> tuple[DecodeGraph, list[Layer]]:
+    """Build R A R A R: recurrent layers and latent attentions."""
+    told = recorder.told
+    layers = [Layer(told, name, is_latent=name[0] == "a") for name in ("r0", "a1", "r2", "a3", "r4")]
+    blocks = [Block(layer, mlp or Sparse(None, is_inside=True)) for layer in layers]
+    head = Module(lambda x: x[..., :1].float().expand(-1, -1, VOCAB).contiguous())
+    parts = Parts([Module(embed), Module(lambda x: x.float())], blocks, [head])
+    made: Any = recorder
+    return DecodeGraph(parts, "cache", width, PAGES, made, by_row=by_row), layers
+
+
+def planner(recorder: FakeRecorder) -> Any:
+    return recorder
+
+
+def test_a_graph_reaches_from_one_attention_to_the_next() -> None:
+    recorder = FakeRecorder()
+    graph, layers = make(recorder, 2)
+    graph.capture(planner(recorder))
+    events = [each if isinstance(each, str) else each[0] for each in recorder.told]
+    assert events == [
+        *("set up r0 for 2", "set up r2 for 2", "set up r4 for 2"),
+        *("planning 2", "r0", "end 0", "r2", "end 1", "r4", "end 2", "planned"),
+    ]
+    assert all("forward" not in vars(layer) for layer in layers)  # the attentions are themselves again
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_step_replays_graphs_with_the_attentions_between(by_row: bool) -> None:
+    recorder = FakeRecorder()
+    graph, _ = make(recorder, 3, by_row=by_row)
+    graph.capture(planner(recorder))
+    recorder.told.clear()
+    logits = graph.run([5, 6, 7], [2, 0, 1], [(4, 5), (6, 7), (8,)], [300, 301, 9], 2)
+    assert logits.shape == (3, VOCAB)
+    rows = [1, 1, 1] if by_row else [3]
+    names = [each if isinstance(each, str) else (each[0], each[1]) for each in recorder.told]
+    assert names == [
+        "replay 0",
+        *(("a1", count) for count in rows),
+        "replay 1",
+        *(("a3", count) for count in rows),
+        "replay 2",
+    ]
+    calls = [each[2] for each in recorder.told if each[0] == "a3"]
+    assert torch.cat([call["block_table"] for call in calls]).tolist() == [[4, 5], [6, 7], [8, 0]]
+    assert torch.cat([call["cache_seqlens"] for call in calls]).tolist() == [300, 301, 9]
+    assert [length for call in calls for length in call["_mla_host_seqlens"]] == [300, 301, 9]
+    assert all(call["block_table"].is_contiguous() for call in calls)
+
+
+def test_attention_rows_go_where_the_next_graph_reads_them() -> None:
+    recorder = FakeRecorder()
+    graph, _ = make(recorder, 2, by_row=True)
+    graph.capture(planner(recorder))
+    segment = graph._segments[0]
+    assert segment.x is not None
+    assert segment.y is not None
+    segment.x.copy_(torch.tensor([1.0, 5.0])[:, None, None])
+    graph.run([1, 2], [0, 1], [(0,), (1,)], [3, 4], 1)
+    assert segment.y[:, 0, 0].tolist() == [2.0, 6.0]
+
+
+def test_what_would_launch_a_graph_of_the_packages_is_set_up_anew() -> None:
+    recorder = FakeRecorder()
+    dense = Gated(recorder.told)
+    graph, _ = make(recorder, 1, mlp=dense)
+    graph.capture(planner(recorder))
+    assert recorder.told.count("dense set up") == 5
+    kept = graph._kept
+    assert kept[:2] == ["compiled", "tables"]  # other widths' graphs read them
+    assert kept[-1] == "workspace"
+
+
+def test_a_shared_expert_beside_the_routed_ones_is_set_up_anew() -> None:
+    recorder = FakeRecorder()
+    shared = Gated(recorder.told)
+    graph, _ = make(recorder, 1, mlp=Sparse(shared, is_inside=False))
+    graph.capture(planner(recorder))
+    assert "dense set up" in recorder.told
+
+
+def test_a_shared_expert_that_runs_as_a_graph_inside_cannot_be_captured() -> None:
+    recorder = FakeRecorder()
+    graph, _ = make(recorder, 1, mlp=Sparse(Gated(recorder.told), is_inside=True, is_plain=False))
+    with pytest.raises(RuntimeError, match="shared expert runs as a graph"):
+        graph.capture(planner(recorder))
+
+
+def test_a_capture_that_fails_ends_its_graph_and_leaves_the_attentions_alone() -> None:
+    recorder = FakeRecorder()
+    graph, layers = make(recorder, 1)
+
+    def fail(x: Any, params: Any, out_dtype: Any = None) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    layers[2].forward = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graph.capture(planner(recorder))
+    assert [each for each in recorder.told if str(each).startswith("end")] == ["end 0", "end 1"]
+    assert not graph._segments
+    assert all("forward" not in vars(layer) for layer in (layers[1], layers[3]))
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "dtype"), [(1, 4, torch.half), (3, 5, torch.half), (4, 7, torch.float)]
+)
+def test_inputs_arrive_whole_in_any_number_of_pages(width: int, hidden: int, dtype: torch.dtype) -> None:
+    inputs = StepInputs(width, 9, hidden, dtype, "cpu")
+    rng = np.random.default_rng(width)
+    for pages in (1, 9, 4):
+        x = torch.from_numpy(rng.normal(size=(width, 1, hidden))).to(dtype)
+        positions, slots = rng.integers(0, 999, (2, width)).tolist()
+        tables = [rng.integers(1, 99, rng.integers(1, pages + 1)).tolist() for _ in range(width)]
+        table = inputs.send(x, positions, slots, tables, pages)
+        assert torch.equal(inputs.x, x)
+        assert inputs.lengths.tolist() == positions
+        assert inputs.slots.tolist() == slots
+        assert table.tolist() == [row + [0] * (pages - len(row)) for row in tables]
