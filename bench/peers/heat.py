@@ -1,17 +1,15 @@
 """Which experts are popular: what stock's static placement sorts by, hottest first.
 
-The file is the package's own: {module key: [a number for each expert]}, EXL3_MOE_CPU_SPLIT_STATS.
+The file is the package's own, EXL3_MOE_CPU_SPLIT_STATS: {module key: [a number for each expert]}.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bench.errors import BadInput
+from glm53srv.bench_model.routes import RouteModel
 from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import ModelConfig
 from glm53srv.model.tensor_needs import layer_prefix
@@ -25,36 +23,30 @@ def module_key(layer: int) -> str:
     return f"{layer_prefix(layer)}.mlp"
 
 
-def counted_heat(config: ModelConfig, history: NDArray[np.float32]) -> Heat:
-    """Take our engine's count: float32 (sparse layers * experts,), picks per step."""
-    table = history.reshape(len(sparse_layers(config)), config.moe.num_experts)
-    return {module_key(layer): row.tolist() for layer, row in zip(sparse_layers(config), table, strict=True)}
+def placement(counts: Sequence[float]) -> list[int]:
+    """Order a layer's experts as the package places them: hottest first, the lower number of two alike."""
+    return sorted(range(len(counts)), key=lambda expert: -counts[expert])
+
+
+def route_heat(config: ModelConfig, model: RouteModel) -> Heat:
+    """Rank experts by their popularity over all conversations that the model of routes can draw: what a
+    count over ever more of them comes to."""
+    layers = sparse_layers(config)
+    return {module_key(layer): model.offsets[index].tolist() for index, layer in enumerate(layers)}
 
 
 def router_heat(config: ModelConfig, model_dir: Path) -> Heat:
-    """Take the routers' biases instead, by which random weights make experts popular. Raises
-    CheckpointError."""
+    """Rank experts by the routers' biases, which make some of them popular in random weights.
+
+    Raises CheckpointError.
+    """
     checkpoint, heat = Checkpoint(model_dir), {}
     for layer in sparse_layers(config):
         name = f"{module_key(layer)}.gate.e_score_correction_bias"
-        bias = checkpoint.float32(name, (config.moe.num_experts,))
-        heat[module_key(layer)] = bias.tolist()
+        heat[module_key(layer)] = checkpoint.float32(name, (config.moe.num_experts,)).tolist()
     return heat
 
 
-def load_heat(path: Path, config: ModelConfig) -> Heat:
-    """Read a file of counts. Raises BadInput unless it knows every sparse layer and expert."""
-    try:
-        heat = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: cannot be read as counts of experts ({error})") from error
-    for layer in sparse_layers(config):
-        counts = heat.get(module_key(layer)) if isinstance(heat, dict) else None
-        if not isinstance(counts, list) or len(counts) != config.moe.num_experts:
-            raise BadInput(f"{path}: has no {config.moe.num_experts} counts for {module_key(layer)}")
-    return dict(heat)
-
-
 def save_heat(path: Path, heat: Heat) -> None:
-    """Write a file of counts."""
+    """Write the package's file."""
     path.write_text(json.dumps(heat) + "\n", encoding="utf-8")

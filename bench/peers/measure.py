@@ -1,4 +1,5 @@
-"""The measures, the same for every peer: the same plans in the same order, with the same drawn tokens.
+"""The measures, the same for every peer: the same plans in the same order, with the same drawn
+tokens.
 
 short prompts -> long prompts -> for 1, 2, 4 rows: prompts, experts held to the share, warm steps, timed steps
 """
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from glm53srv.bench_model.driver import Driver
+from glm53srv.bench_model.driver import Driver, Routes
 from glm53srv.engine.base import Engine
 
 Note = Callable[[str, Any], None]
@@ -37,6 +38,10 @@ class Peer(Protocol):
     def engine(self) -> Engine:
         """The engine, warm."""
 
+    @property
+    def routes(self) -> Routes | None:
+        """What prescribes the experts of decode steps, None for the model's own routers."""
+
     def holding(self) -> AbstractContextManager[None]:
         """Keep to the share of experts on the card while decode is timed."""
 
@@ -52,7 +57,7 @@ class Peer(Protocol):
 
 def measure(peer: Peer, rounds: Rounds, note: Note, seed: int = 0) -> None:
     """Measure an open peer; note takes each figure, by name, as it comes."""
-    driver = Driver(peer.engine, seed)
+    driver = Driver(peer.engine, seed, peer.routes)
     note("first_token_s", time_prompts(driver, rounds.prompt_tokens, rounds.short_repeats))
     note("prefill_s", time_prompts(driver, rounds.prefill_tokens, rounds.long_repeats))
     for width in rounds.widths:

@@ -20,7 +20,8 @@ CHUNK_TOKENS = 8192
 class PeerOptions:
     """Limits of one peer. model_dir: None for weights that are in no file. vram_bytes: its share of the card.
 
-    gpu_experts: of each sparse layer, on the card while decoding. threads: CPU workers.
+    gpu_experts: of each sparse layer, on the card while decoding. threads: CPU workers. routes: who picks the
+    experts of decode steps, "published" for traces.py or "own" for the random routers.
     """
 
     model_dir: Path | None
@@ -28,6 +29,7 @@ class PeerOptions:
     cache_tokens: int
     gpu_experts: int
     threads: int
+    routes: str
     rounds: Rounds
     out: Path | None
 
@@ -42,6 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of each sparse layer on the card; by default what --vram holds beside all 45 layers",
     )
     parser.add_argument("--threads", type=_whole, help="CPU workers; by default all cores but two")
+    parser.add_argument(
+        "--routes",
+        choices=("published", "own"),
+        default="published",
+        help="who picks experts in decode: traces of the published skew and locality, or the random routers",
+    )
     parser.add_argument("--warm", type=_whole, default=48, help="steps before timing")
     parser.add_argument("--steps", type=_whole, default=48, help="steps that are timed")
     parser.add_argument("--prefill", type=_whole, default=8192, help="tokens of the long prompt")
@@ -58,6 +66,7 @@ def read_options(given: argparse.Namespace, machine: MachineFacts) -> PeerOption
         cache_tokens=given.cache_tokens,
         gpu_experts=min(experts, PUBLISHED.moe.num_experts),
         threads=given.threads or len(choose_cpus(AUTO, machine)),
+        routes=given.routes,
         rounds=Rounds(warm_steps=given.warm, steps=given.steps, prefill_tokens=given.prefill),
         out=given.out,
     )

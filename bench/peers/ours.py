@@ -22,49 +22,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import BadInput, BenchError
-from bench.peers.heat import counted_heat, save_heat
 from bench.peers.holding import holding_slots
 from bench.peers.options import CHUNK_TOKENS, MAX_STREAMS, PeerOptions, add_options, read_options
 from bench.peers.peer_command import Say, run_peer
 from bench.peers.stock import memory_facts
+from bench.peers.traces import draw_traces, whole_routes
+from glm53srv.bench_model.driver import Routes
 from glm53srv.errors import Glm53Error, MachineError
 from glm53srv.machine import MachineFacts, read_machine
+from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import ModelConfig, load_model_config
 from glm53srv.model.published import PUBLISHED
-from glm53srv.model.published_files import write_published_files
+from glm53srv.model.published_files import published_model
+from glm53srv.model.tensor_needs import all_needs
 from glm53srv.offload.cost import Mode
 from glm53srv.offload.device.cpus import AUTO, choose_cpus
 from glm53srv.offload.device.layout import sparse_layers
 
 if TYPE_CHECKING:  # torch
     from glm53srv.engine.cuda.engine import CudaEngine
-    from glm53srv.engine.cuda.loading import CudaOptions
+    from glm53srv.engine.cuda.loading import CudaOptions, LoadedModel
+
+READERS = 12
+"""Threads that read the checkpoint, which was just written: memory's speed, not a disk's."""
 
 
 @dataclass(frozen=True, slots=True)
 class OurSetup:
-    """layers: of weights that are drawn, None for a checkpoint. heat_out: file for the counts of experts."""
+    """layers: of weights that are drawn, None for all."""
 
     mode: Mode
     layers: int | None
-    heat_out: Path | None
 
 
 class OurPeer:
     """Our engine, open and warm. num_slots: the share of decode."""
 
     def __init__(
-        self, engine: CudaEngine, config: ModelConfig, num_slots: int, heat_out: Path | None = None
+        self, engine: CudaEngine, config: ModelConfig, routes: Routes | None, num_slots: int
     ) -> None:
         self._engine = engine
         self._config = config
+        self._routes = routes
         self._num_slots = num_slots
-        self._heat_out = heat_out
 
     @property
     def engine(self) -> CudaEngine:
         """The engine."""
         return self._engine
+
+    @property
+    def routes(self) -> Routes | None:
+        """The traces."""
+        return self._routes
 
     def holding(self) -> AbstractContextManager[None]:
         """Withhold the slots beyond the share."""
@@ -75,13 +85,11 @@ class OurPeer:
         return asdict(self._engine.offload.counts)
 
     def facts(self) -> dict[str, Any]:
-        """Check some slots, save the counts of experts, and give the set-up and the memory at most.
+        """Check some slots, and give the set-up and the memory at most.
 
         Raises EngineError for a slot that differs from its home.
         """
         offload = self._engine.offload
-        if self._heat_out is not None:
-            save_heat(self._heat_out, counted_heat(self._config, offload.policy.history))
         facts = {
             "layers": self._config.num_layers,
             "decode_slots": min(self._num_slots, offload.plan.num_slots),
@@ -107,13 +115,27 @@ def cache_slots(gpu_experts: int) -> int:
 
 def open_ours(options: PeerOptions, setup: OurSetup, machine: MachineFacts, say: Say) -> OurPeer:
     """Load the engine and warm it up. Raises BenchError, CheckpointError, ConfigError, MachineError."""
+    try:
+        from glm53srv.engine.cuda.engine import CudaEngine
+    except ImportError as error:
+        raise MachineError(f"cannot import what the GPU needs ({error})") from error
+    from glm53srv.engine.cuda.imposed_routes import ImposedRoutes
+    from glm53srv.engine.sampler import SamplerBank
+
     cuda = _cuda_options(options, setup.mode, machine)
-    engine, config = (
-        _load(options.model_dir, cuda, machine)
-        if options.model_dir is not None
-        else _draw(setup.layers, cuda, machine)
-    )
+    loaded = _load(options.model_dir, setup.layers, cuda, machine)
     say("loaded")
+    config = loaded.config
+    try:
+        routes = None
+        if options.routes == "published":
+            traces = draw_traces(config, whole_routes(config), MAX_STREAMS)
+            routes = ImposedRoutes(traces, MAX_STREAMS, loaded.device)
+            routes.impose(loaded.layers)
+        engine = CudaEngine.open(loaded, SamplerBank(config.vocab_size, config.eos_token_ids), cuda)
+    except BaseException:
+        loaded.arena.close()
+        raise
     try:
         engine.warm_up()
     except BaseException:
@@ -121,14 +143,11 @@ def open_ours(options: PeerOptions, setup: OurSetup, machine: MachineFacts, say:
         raise
     num_slots = options.gpu_experts * len(sparse_layers(config))
     say(f"{num_slots} of {engine.offload.plan.num_slots} slots for decode")
-    return OurPeer(engine, config, num_slots, setup.heat_out)
+    return OurPeer(engine, config, routes, num_slots)
 
 
 def _cuda_options(options: PeerOptions, mode: Mode, machine: MachineFacts) -> CudaOptions:
-    try:
-        from glm53srv.engine.cuda.loading import CudaOptions
-    except ImportError as error:
-        raise MachineError(f"cannot import what the GPU needs ({error})") from error
+    from glm53srv.engine.cuda.loading import CudaOptions
     from glm53srv.offload.device.options import OffloadOptions
     from glm53srv.offload.vram_plan import VramOptions
 
@@ -146,33 +165,33 @@ def _cuda_options(options: PeerOptions, mode: Mode, machine: MachineFacts) -> Cu
     )
 
 
-def _load(model_dir: Path, cuda: CudaOptions, machine: MachineFacts) -> tuple[CudaEngine, ModelConfig]:
-    from glm53srv.engine.cuda.engine import CudaEngine
-
-    return CudaEngine.load(model_dir, cuda, machine), load_model_config(model_dir)
-
-
-def _draw(layers: int | None, cuda: CudaOptions, machine: MachineFacts) -> tuple[CudaEngine, ModelConfig]:
-    from glm53srv.engine.cuda.engine import CudaEngine
-    from glm53srv.engine.cuda.loading import limit_vram
+def _load(
+    model_dir: Path | None, layers: int | None, cuda: CudaOptions, machine: MachineFacts
+) -> LoadedModel:
+    """Load a checkpoint as CudaEngine.load does, or draw the weights; not opened, since routes come first."""
+    from glm53srv.engine.cuda.loading import limit_vram, load_model
     from glm53srv.engine.cuda.package import open_package
     from glm53srv.engine.cuda.synthetic_model import load_synthetic
     from glm53srv.engine.cuda.synthetic_plan import require_host_memory
-    from glm53srv.engine.sampler import SamplerBank
+    from glm53srv.offload.device.arena import ArenaOptions, ExpertArena
+    from glm53srv.offload.device.gpu.registered import RegisteredMemory
 
-    with tempfile.TemporaryDirectory() as name:
-        work_dir = Path(name)
-        write_published_files(work_dir, layers)
-        require_host_memory(load_model_config(work_dir), machine)
+    if model_dir is None:
+        require_host_memory(published_model(layers), machine)
         package = open_package(cuda.mode)
         limit_vram(cuda)
-        loaded = load_synthetic(package, cuda, work_dir, layers, lambda part, stage: None)
-    config = loaded.config
+        with tempfile.TemporaryDirectory() as work_dir:
+            return load_synthetic(package, cuda, Path(work_dir), layers, lambda part, stage: None)
+    config, checkpoint = load_model_config(model_dir), Checkpoint(model_dir)
+    checkpoint.check(all_needs(config))
+    package = open_package(cuda.mode)
+    limit_vram(cuda)
+    pinned = ArenaOptions(num_readers=READERS, pinning=RegisteredMemory(package.extension))
+    arena = ExpertArena.load(checkpoint, config, machine, pinned)
     try:
-        sampler = SamplerBank(config.vocab_size, config.eos_token_ids)
-        return CudaEngine.open(loaded, sampler, cuda), config
+        return load_model(package, model_dir, config, arena, cuda, lambda part: None)
     except BaseException:
-        loaded.arena.close()
+        arena.close()
         raise
 
 
@@ -185,7 +204,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--synthetic", action="store_true", help="draw the weights in memory")
     parser.add_argument("--layers", type=int, help="with --synthetic: the first N")
     parser.add_argument("--mode", choices=("exact", "fast"), default="fast")
-    parser.add_argument("--heat-out", type=Path, help="file for counts of experts, for bench.peers.stock")
     add_options(parser)
     return parser
 
@@ -208,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BenchError, Glm53Error) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    setup = OurSetup(given.mode, given.layers, given.heat_out)
+    setup = OurSetup(given.mode, given.layers)
     return run_peer(f"ours {given.mode}", options, lambda each, say: open_ours(each, setup, machine, say))
 
 

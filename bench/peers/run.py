@@ -2,12 +2,10 @@
 
     python -m bench.peers.run --layers 15 --work /tmp/peers --out OUT
 
-Writes the checkpoint to WORK, measures our engine in fast mode, stock, and our engine in exact mode, each in
+Writes the checkpoint to WORK, measures stock, our engine in fast mode, and our engine in exact mode, each in
 a process of its own with a time limit, prints a table, and deletes the checkpoint (--keep leaves it; a later
 run takes one that is there as it is, and leaves it). OUT gets peers.json, peers.txt, and of each part a log
-and all figures. A part that fails or takes too long does not keep the others from running. Ours runs first
-because it counts the picks by which stock places its experts; without them they are placed by the routers'
-biases.
+and all figures. A part that fails or takes too long does not keep the others from running.
 
 Exit codes: 0 all measured, 1 some part failed, 2 nothing could be run.
 """
@@ -83,25 +81,22 @@ class RunOptions:
 
 
 Commands = Callable[[RunOptions, str], Sequence[str]]
-"""Gives the command of a part, by its name, when its turn has come."""
+"""Gives the command of a part, by its name."""
 
-PEERS = ("ours-fast", "stock", "ours-exact")
+PEERS = ("stock", "ours-fast", "ours-exact")
 
 
 def peer_command(options: RunOptions, name: str) -> Sequence[str]:
     """Give the command of a part: checkpoint, or one of PEERS."""
     python = (sys.executable, "-m")
-    model_dir, heat = str(options.work_dir), options.out_dir / "heat.json"
+    model_dir = str(options.work_dir)
     if name == "checkpoint":
         layers = () if options.layers is None else ("--layers", str(options.layers))
         return (*python, "bench.peers.checkpoint", model_dir, *layers)
     shared = ("--out", str(result_path(options, name)), *options.peer_arguments)
     if name == "stock":
-        placed = ("--heat", str(heat)) if heat.exists() else ()
-        return (*python, "bench.peers.stock", model_dir, *placed, *shared)
-    mode = name.removeprefix("ours-")
-    counted = ("--heat-out", str(heat)) if mode == "fast" else ()
-    return (*python, "bench.peers.ours", model_dir, "--mode", mode, *counted, *shared)
+        return (*python, "bench.peers.stock", model_dir, *shared)
+    return (*python, "bench.peers.ours", model_dir, "--mode", name.removeprefix("ours-"), *shared)
 
 
 def result_path(options: RunOptions, name: str) -> Path:
@@ -162,7 +157,6 @@ def prepare(options: RunOptions) -> None:
         options.out_dir.mkdir(parents=True, exist_ok=True)
         for name in PEERS:  # of an earlier run
             result_path(options, name).unlink(missing_ok=True)
-        (options.out_dir / "heat.json").unlink(missing_ok=True)
     except OSError as error:
         raise BadInput(f"--out {options.out_dir}: cannot be written ({error.strerror})") from error
 
@@ -215,8 +209,8 @@ def parse(argv: Sequence[str] | None) -> RunOptions:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="--vram, --experts, --threads, --cache-tokens, --warm, --steps, --prefill go to both peers: "
-        "see bench.peers.stock --help.",
+        epilog="--vram, --experts, --threads, --cache-tokens, --routes, --warm, --steps and --prefill go to "
+        "both peers: see bench.peers.stock --help.",
     )
     parser.add_argument("--layers", type=int, help="the first N; by default 15, or as many as the disk holds")
     parser.add_argument(

@@ -1,11 +1,11 @@
 """Measure stock exllamav3 1.5.1 with its CPU worker on a checkpoint, within a share of the card.
 
-    python -m bench.peers.stock DIR --vram 24 --heat heat.json --out stock.json
+    python -m bench.peers.stock DIR --vram 24 --out stock.json
 
 Each sparse layer keeps as many experts on the card as fit beside the whole model's other weights and its
-cache (--experts sets another number), the hottest by --heat, a file of `bench.peers.ours --heat-out`; without
-one, those whose router's bias is largest. All settings of the package but the split and the number of
-threads are its defaults.
+cache (--experts sets another number): the most popular ones, by the model from which the traces of --routes
+published are drawn, or with --routes own by the routers' biases. All settings of the package but the split,
+its static placement and the number of threads are its defaults.
 
 Exit codes: 0 measured, 2 could not be measured, with one line that says why.
 """
@@ -15,19 +15,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import BadInput, BenchError
-from bench.peers.heat import load_heat, router_heat, save_heat
+from bench.peers.heat import module_key, placement, route_heat, router_heat
 from bench.peers.memory import peak_ram_gib
 from bench.peers.options import CHUNK_TOKENS, MAX_STREAMS, PeerOptions, add_options, read_options
 from bench.peers.peer_command import Say, run_peer
+from bench.peers.traces import draw_traces, renumber, whole_routes
+from glm53srv.bench_model.driver import Routes
 from glm53srv.errors import Glm53Error, MachineError
 from glm53srv.machine import GIB, read_machine
 from glm53srv.model.config import load_model_config
+from glm53srv.offload.device.layout import sparse_layers
 
 if TYPE_CHECKING:  # torch: the worker process imports this module anew and needs none of it
     from bench.peers.stock_engine import StockEngine
@@ -36,14 +39,20 @@ if TYPE_CHECKING:  # torch: the worker process imports this module anew and need
 class StockPeer:
     """Stock exllamav3, open and warm. Its placement is static: nothing is to be held, and nothing counted."""
 
-    def __init__(self, engine: StockEngine, facts: dict[str, Any]) -> None:
+    def __init__(self, engine: StockEngine, routes: Routes | None, facts: dict[str, Any]) -> None:
         self._engine = engine
+        self._routes = routes
         self._facts = facts
 
     @property
     def engine(self) -> StockEngine:
         """The engine."""
         return self._engine
+
+    @property
+    def routes(self) -> Routes | None:
+        """The traces, by the places of experts in the package."""
+        return self._routes
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -73,61 +82,73 @@ def memory_facts() -> dict[str, float]:
     }
 
 
-def open_stock(options: PeerOptions, heat_path: Path | None, say: Say) -> StockPeer:
+def open_stock(options: PeerOptions, say: Say) -> StockPeer:
     """Load the package around the checkpoint and warm it up. Raises BenchError, CheckpointError,
     MachineError."""
     if options.model_dir is None:
         raise BadInput("stock exllamav3 needs a checkpoint")
     config = load_model_config(options.model_dir)
-    heat = router_heat(config, options.model_dir) if heat_path is None else load_heat(heat_path, config)
-    source = "routers' biases" if heat_path is None else "picks counted by our engine"
+    drawn = whole_routes(config) if options.routes == "published" else None
+    heat = router_heat(config, options.model_dir) if drawn is None else route_heat(config, drawn)
     experts = min(options.gpu_experts, config.moe.num_experts - 1)  # the split leaves one to the CPU at least
-    say(f"{experts} of {config.moe.num_experts} experts a layer on the card, the hottest by the {source}")
-    torch, stock_engine, limit_vram, options_class = _import_engine()
-    if not torch.cuda.is_available():
-        raise MachineError("torch finds no CUDA device; check the driver with nvidia-smi")
-    limit_vram(options_class(vram_bytes=options.vram_bytes))
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "heat.json"
-        save_heat(path, heat)
-        setup = stock_engine.StockSetup(
-            model_dir=options.model_dir,
-            config=config,
-            cpu_experts=config.moe.num_experts - experts,
-            heat_path=path,
-            threads=options.threads,
-            cache_tokens=options.cache_tokens,
-            max_streams=MAX_STREAMS,
-            chunk_tokens=CHUNK_TOKENS,
-        )
-        engine = stock_engine.StockEngine.load(setup)
+    say(f"{experts} of {config.moe.num_experts} experts a layer on the card, the most popular ones")
+    gpu = import_gpu()
+    gpu.limit_vram(gpu.CudaOptions(vram_bytes=options.vram_bytes))
+    setup = gpu.StockSetup(
+        model_dir=options.model_dir,
+        config=config,
+        cpu_experts=config.moe.num_experts - experts,
+        heat=heat,
+        threads=options.threads,
+        cache_tokens=options.cache_tokens,
+        max_streams=MAX_STREAMS,
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    engine = gpu.StockEngine.load(setup)
     say("loaded")
     try:
+        routes = None
+        if drawn is not None:
+            orders = [placement(heat[module_key(layer)]) for layer in sparse_layers(config)]
+            traces = [renumber(trace, orders) for trace in draw_traces(config, drawn, MAX_STREAMS)]
+            routes = gpu.ImposedRoutes(traces, MAX_STREAMS, "cuda:0")
+            routes.impose(engine.layers)
         engine.warm_up()
     except BaseException:
         engine.close()
         raise
     facts = {
-        "exllamav3": stock_engine.PACKAGE_VERSION,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(),
-        "placed_by": source,
+        "exllamav3": gpu.PACKAGE_VERSION,
+        "torch": gpu.torch.__version__,
+        "device": gpu.torch.cuda.get_device_name(),
+        "placed_by": "routers' biases" if drawn is None else "popularity in the traces' model",
         "layers": config.num_layers,
         "gpu_experts": experts,
     }
-    return StockPeer(engine, facts)
+    return StockPeer(engine, routes, facts)
 
 
-def _import_engine() -> Any:
-    """Import what needs torch; gives torch, stock_engine and what limits the VRAM."""
+def import_gpu() -> Any:
+    """Import what needs torch, as attributes of one object. Raises MachineError without it or a GPU."""
     try:
         import torch
 
-        from bench.peers import stock_engine
+        from bench.peers.stock_engine import PACKAGE_VERSION, StockEngine, StockSetup
+        from glm53srv.engine.cuda.imposed_routes import ImposedRoutes
         from glm53srv.engine.cuda.loading import CudaOptions, limit_vram
     except ImportError as error:
         raise MachineError(f"cannot import what the GPU needs ({error})") from error
-    return torch, stock_engine, limit_vram, CudaOptions
+    if not torch.cuda.is_available():
+        raise MachineError("torch finds no CUDA device; check the driver with nvidia-smi")
+    return SimpleNamespace(
+        torch=torch,
+        PACKAGE_VERSION=PACKAGE_VERSION,
+        StockEngine=StockEngine,
+        StockSetup=StockSetup,
+        ImposedRoutes=ImposedRoutes,
+        CudaOptions=CudaOptions,
+        limit_vram=limit_vram,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +157,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="bench.peers.stock", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--heat", type=Path, help="counts of experts, to place them by")
     add_options(parser)
     given = parser.parse_args(argv)
     try:
@@ -144,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BenchError, Glm53Error) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return run_peer("stock", options, lambda each, say: open_stock(each, given.heat, say))
+    return run_peer("stock", options, open_stock)
 
 
 if __name__ == "__main__":  # the package's worker is spawned: it imports this module, and must not run it

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.peers.heat import module_key
+from bench.peers.heat import Heat, module_key, placement, save_heat
 from glm53srv.engine.base import (
     DecodeRow,
     EngineLimits,
@@ -39,23 +40,35 @@ PACKAGE_VERSION = "1.5.1"
 
 @dataclass(frozen=True, slots=True)
 class StockSetup:
-    """cpu_experts: of each sparse layer, on the CPU. heat_path: counts of all experts, see heat.py."""
+    """cpu_experts: of each sparse layer, on the CPU. heat: by which the others are chosen, see heat.py."""
 
     model_dir: Path
     config: ModelConfig
     cpu_experts: int
-    heat_path: Path
+    heat: Heat
     threads: int
     cache_tokens: int
     max_streams: int
     chunk_tokens: int
 
 
+class StockLayer:
+    """A sparse layer of the package. mlp: its BlockSparseMLP."""
+
+    def __init__(self, mlp: Any) -> None:
+        self.mlp = mlp
+
+    def change_routing(self, wrap: Any) -> None:
+        """Replace the router by wrap(router), an attribute of the instance that every step calls once."""
+        self.mlp.routing_fn = wrap(self.mlp.routing_fn)
+
+
 class StockEngine:
     """Owns the loaded package model, its cache and a state for each slot. Engine thread only."""
 
-    def __init__(self, model: Any, cache: Any, limits: EngineLimits) -> None:
-        """Take a loaded model with its cache."""
+    def __init__(self, model: Any, cache: Any, limits: EngineLimits, layers: list[StockLayer]) -> None:
+        """Take a loaded model with its cache. layers: its sparse ones."""
+        self.layers = layers
         self._model = model
         self._cache = cache
         self._limits = limits
@@ -69,9 +82,6 @@ class StockEngine:
         version = importlib.import_module("exllamav3.version").__version__
         if version != PACKAGE_VERSION:
             raise MachineError(f"exllamav3 {version} is installed, this peer is {PACKAGE_VERSION}")
-        # Read by the package when it loads a sparse layer: static placement, by these counts.
-        os.environ["EXL3_MOE_CPU_SWAP"] = "0"
-        os.environ["EXL3_MOE_CPU_SPLIT_STATS"] = str(setup.heat_path)
         config = package.Config.from_directory(str(setup.model_dir))
         config.infer_params.moe_cpu_split = setup.cpu_experts
         config.infer_params.moe_cpu_threads = setup.threads
@@ -83,9 +93,15 @@ class StockEngine:
             layer_type=package.CacheLayer_fp16,
             max_batch_size=setup.max_streams + 1,
         )
-        with torch.inference_mode():
+        with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
+            path = Path(directory) / "heat.json"
+            save_heat(path, setup.heat)
+            # Read by the package when it loads a sparse layer: static placement, by these numbers.
+            os.environ["EXL3_MOE_CPU_SWAP"] = "0"
+            os.environ["EXL3_MOE_CPU_SPLIT_STATS"] = str(path)
             model.load(device="cuda:0", progressbar=False)
-        check_split(model, setup)
+        layers = [StockLayer(model.find_module(module_key(i))) for i in sparse_layers(setup.config)]
+        check_split(layers, setup)
         limits = EngineLimits(
             max_streams=setup.max_streams,
             max_context_tokens=num_pages * PAGE_TOKENS,
@@ -96,7 +112,7 @@ class StockEngine:
             vocab_size=setup.config.vocab_size,
             eos_token_ids=setup.config.eos_token_ids,
         )
-        return cls(model, cache, limits)
+        return cls(model, cache, limits, layers)
 
     @property
     def limits(self) -> EngineLimits:
@@ -209,14 +225,16 @@ class StockEngine:
             state.free()
 
 
-def check_split(model: Any, setup: StockSetup) -> None:
-    """Raise MachineError unless every sparse layer keeps as many experts on the card as it should: the
-    package loads a layer whole, with a line of text, where it cannot split it."""
+def check_split(layers: Sequence[StockLayer], setup: StockSetup) -> None:
+    """Raise MachineError unless every sparse layer is split and placed as it should be: the package loads a
+    layer whole, or in the order of numbers, with no more than a line of text, where it cannot."""
     wanted = setup.config.moe.num_experts - setup.cpu_experts
-    for layer in sparse_layers(setup.config):
-        found = model.find_module(module_key(layer)).cpu_split_first
+    for number, layer in zip(sparse_layers(setup.config), layers, strict=True):
+        found = layer.mlp.cpu_split_first
         if found != wanted:
             raise MachineError(
-                f"exllamav3 keeps {'all' if found is None else found} experts of layer {layer} on the card, "
+                f"exllamav3 keeps {'all' if found is None else found} experts of layer {number} on the card, "
                 f"{wanted} were asked for: see what it printed"
             )
+        if layer.mlp._split_perm != placement(setup.heat[module_key(number)]):
+            raise MachineError(f"exllamav3 did not place the experts of layer {number} by heat: see above")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from glm53srv.engine.base import StepPlan, StepResult
@@ -37,6 +37,14 @@ class FakePeer:
     def __init__(self, fails_at: int | None = None) -> None:
         self.engine = NotingEngine(fails_at)
         self.closed = 0
+        self.sent: list[list[int]] = []
+
+    @property
+    def routes(self) -> FakePeer:
+        return self
+
+    def send(self, streams: Sequence[int]) -> None:
+        self.sent.append(list(streams))
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ ROUNDS = Rounds(
 
 
 def options(out: Path) -> PeerOptions:
-    return PeerOptions(Path("model"), 2**30, 4096, 7, 2, ROUNDS, out)
+    return PeerOptions(Path("model"), 2**30, 4096, 7, 2, "own", ROUNDS, out)
 
 
 def test_experts_are_held_behind_the_prompts_of_each_width() -> None:
@@ -41,6 +41,7 @@ def test_experts_are_held_behind_the_prompts_of_each_width() -> None:
         *["prompt"] * 3,
         *["hold", *["decode 3"] * steps, "let go"],
     ]
+    assert peer.sent == [[0]] * steps + [[0, 1, 2]] * steps
     assert list(figures) == ["first_token_s", "prefill_s", "decode_1", "decode_3"]
     assert (len(figures["first_token_s"]), len(figures["prefill_s"])) == (2, 1)
     assert not peer.engine.book.slots  # nothing is left behind

@@ -66,7 +66,7 @@ def test_all_parts_run_in_order_and_the_table_is_printed_last(
     code = run_all(options(tmp_path), family)
 
     assert code == 0
-    assert family.asked == ["checkpoint", "ours-fast", "stock", "ours-exact"]
+    assert family.asked == ["checkpoint", "stock", "ours-fast", "ours-exact"]
     text = capsys.readouterr().out
     assert text.endswith((tmp_path / "out/peers.txt").read_text())
     assert "ours-fast / stock: tok/s x1 4.00" in text
@@ -170,14 +170,20 @@ def test_an_unknown_option_is_refused_at_once(tmp_path: Path) -> None:
     assert caught.value.code == 2
 
 
-def test_stock_takes_the_counts_that_ours_left(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    given = parse(["--work", str(tmp_path / "w"), "--out", str(tmp_path / "out"), "--steps", "7"])
-    heat = str(tmp_path / "out/heat.json")
-    assert ("--heat-out", heat) in zip(*(peer_command(given, "ours-fast")[i:] for i in (0, 1)), strict=False)
-    assert "--heat-out" not in peer_command(given, "ours-exact")
-    assert "--heat" not in peer_command(given, "stock")
-    (tmp_path / "out/heat.json").write_text("{}")
-    command = peer_command(given, "stock")
-    assert command[command.index("--heat") + 1] == heat
-    assert command[-2:] == ("--steps", "7")
+def test_each_part_gets_its_command(tmp_path: Path) -> None:
+    given = parse(
+        ["--work", str(tmp_path / "w"), "--out", str(tmp_path / "o"), "--steps", "7", "--layers", "9"]
+    )
+    modules = {name: peer_command(given, name)[2] for name in ("checkpoint", *PEERS)}
+    assert list(modules.values()) == [
+        "bench.peers.checkpoint",
+        "bench.peers.stock",
+        *["bench.peers.ours"] * 2,
+    ]
+    assert peer_command(given, "checkpoint")[3:] == (str(tmp_path / "w"), "--layers", "9")
+    for name in PEERS:
+        command = peer_command(given, name)
+        assert command[3] == str(tmp_path / "w")
+        assert command[-4:] == ("--out", str(tmp_path / f"o/{name}.json"), "--steps", "7")
+    assert "exact" in peer_command(given, "ours-exact")
+    assert "fast" in peer_command(given, "ours-fast")

@@ -61,10 +61,18 @@ class Model:
         calls.append(["load", device, params.moe_cpu_split, params.moe_cpu_threads, sorted(heat),
                       os.environ["EXL3_MOE_CPU_SWAP"]])
         experts = len(next(iter(heat.values())))
-        self.splits = {key: experts - params.moe_cpu_split for key in heat}
-        if os.environ.get("REFUSES"):
-            self.splits[max(self.splits)] = None
-    def find_module(self, key): return SimpleNamespace(cpu_split_first=self.splits[key])
+        self.layers = {
+            key: SimpleNamespace(
+                cpu_split_first=experts - params.moe_cpu_split,
+                _split_perm=sorted(range(experts), key=lambda expert: -counts[expert]),
+                routing_fn=lambda rows, config, z, params: "the router's",
+            )
+            for key, counts in heat.items()
+        }
+        last = self.layers[max(self.layers)]
+        if os.environ.get("REFUSES") == "split": last.cpu_split_first = None
+        if os.environ.get("REFUSES") == "heat": last._split_perm = None
+    def find_module(self, key): return self.layers[key]
     def unload(self): calls.append(["unload"])
     def _run(self, name, ids, params):
         seqlens = params["cache_seqlens"].tolist()
@@ -96,7 +104,7 @@ from glm53srv.engine.base import DecodeRow, PrefillSlice, StepPlan
 from glm53srv.errors import EngineError, MachineError
 from glm53srv.model.config import load_model_config
 config = load_model_config(Path(sys.argv[1]))
-setup = StockSetup(Path(sys.argv[1]), config, 5, Path(sys.argv[2]), 3, 8192, 4, 600)
+setup = StockSetup(Path(sys.argv[1]), config, 5, json.loads(Path(sys.argv[2]).read_text()), 3, 8192, 4, 600)
 answer = {"calls": exllamav3.calls}
 try:
     engine = StockEngine.load(setup)
@@ -104,7 +112,7 @@ try:
     answer["warm"] = len(exllamav3.calls)
     figures = {}
     rounds = Rounds(2, 3, 1000, 20, (1, 3), 1, 1)
-    measure(StockPeer(engine, {}), rounds, figures.__setitem__)
+    measure(StockPeer(engine, None, {}), rounds, figures.__setitem__)
     answer["figures"] = figures
     answer["free"] = engine._cache.free_slots
     ids, layers = tuple(range(10, 30)), config.num_layers
@@ -117,6 +125,9 @@ try:
         engine.step(StepPlan(3, prefill=PrefillSlice(1, ids, 0, pages, 0, 2, True)))
     except EngineError as error:
         answer["paused"] = str(error)
+    for number, layer in enumerate(engine.layers):
+        layer.change_routing(lambda router, number=number: lambda *call: (number, router(*call)))
+    answer["routed"] = [layer.mlp.routing_fn(1, None, None, {}) for layer in engine.layers]
     engine.close()
     engine.close()
 except MachineError as error:
@@ -204,5 +215,17 @@ def test_another_version_is_refused(random_model_dir: Path, heat: Path, tmp_path
 
 
 def test_a_layer_that_was_not_split_is_noticed(random_model_dir: Path, heat: Path, tmp_path: Path) -> None:
-    error = run(tmp_path, random_model_dir, heat, REFUSES="1")["error"]
+    error = run(tmp_path, random_model_dir, heat, REFUSES="split")["error"]
     assert "keeps all experts of layer" in error
+
+
+def test_a_layer_that_was_not_placed_by_heat_is_noticed(
+    random_model_dir: Path, heat: Path, tmp_path: Path
+) -> None:
+    error = run(tmp_path, random_model_dir, heat, REFUSES="heat")["error"]
+    assert "did not place the experts of layer" in error
+
+
+def test_the_routers_can_be_replaced_layer_by_layer(answer: dict[str, Any], heat: Path) -> None:
+    layers = len(json.loads(heat.read_text()))
+    assert answer["routed"] == [[number, "the router's"] for number in range(layers)]
