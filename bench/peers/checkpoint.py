@@ -12,12 +12,13 @@ Exit codes: 0 written, 2 not, with one line that says why.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,29 +138,38 @@ class Source:
 
 def write_weights(target: Path, shards: Sequence[Shard], source: Source, num_threads: int = WRITERS) -> None:
     """Write all files. Raises OSError."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        files = [ShardFile(target, shard) for shard in shards]
-        try:
-            tasks: list[Future[None]] = []
-            for file, shard in zip(files, shards, strict=True):
-                routed = [place for place in shard.places if ".mlp.experts." in place.name]
-                others = [place for place in shard.places if ".mlp.experts." not in place.name]
-                # By name: the dozen tensors of an expert together, as they are read.
-                routed.sort(key=lambda place: place.name)
-                step = 4 * 12
-                parts = [routed[begin : begin + step] for begin in range(0, len(routed), step)]
-                tasks += [pool.submit(_write_places, file, part, source) for part in parts]
-                for place in others:  # drawn here, since a GPU draws one after the other anyway
-                    tasks.append(pool.submit(file.write, place, source.data(place.name)))
-            for task in tasks:
-                task.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-            for file in files:
-                file.close()
+    files = [ShardFile(target, shard) for shard in shards]
+    pieces = [_expert_pieces(file, shard) for file, shard in zip(files, shards, strict=True)]
+    # The files take turns: a file system lets one thread at a time write to a file.
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*pieces))
+    pool = ThreadPoolExecutor(num_threads)
+    try:
+        tasks = [pool.submit(_write_piece, piece, source) for piece in turns if piece is not None]
+        tasks += [
+            pool.submit(file.write, place, source.data(place.name))  # drawn by this thread, one by one
+            for file, shard in zip(files, shards, strict=True)
+            for place in itertools.filterfalse(_is_routed, shard.places)
+        ]
+        for task in tasks:
+            task.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        for file in files:
+            file.close()
 
 
-def _write_places(file: ShardFile, places: Sequence[Place], source: Source) -> None:
+def _is_routed(place: Place) -> bool:
+    return ".mlp.experts." in place.name
+
+
+def _expert_pieces(file: ShardFile, shard: Shard) -> list[tuple[ShardFile, list[Place]]]:
+    """Cut a file's routed experts into pieces of about four: by name, the tensors of each lie together."""
+    routed = sorted(filter(_is_routed, shard.places), key=lambda place: place.name)
+    return [(file, routed[begin : begin + 48]) for begin in range(0, len(routed), 48)]
+
+
+def _write_piece(piece: tuple[ShardFile, list[Place]], source: Source) -> None:
+    file, places = piece
     for place in places:
         file.write(place, source.data(place.name))
 

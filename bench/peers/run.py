@@ -174,8 +174,9 @@ def _run(options: RunOptions, name: str, limit_s: float, commands: Commands) -> 
 def _conclude(options: RunOptions, outcomes: Sequence[Outcome], layers: int | None) -> None:
     peers = {name: found for name in PEERS if (found := _read(result_path(options, name)))}
     text = "\n".join(str(outcome) for outcome in outcomes)
-    if peers and layers is not None:
-        text += "\n\n" + render(peers, layers)
+    measured = {name: found for name, found in peers.items() if "first_token_s" in found}
+    if measured and layers is not None:
+        text += "\n\n" + render(measured, layers)
     summary: dict[str, Any] = {
         "command": sys.argv,
         "machine": machine_facts(),

@@ -93,6 +93,7 @@ def open_stock(options: PeerOptions, say: Say) -> StockPeer:
     experts = min(options.gpu_experts, config.moe.num_experts - 1)  # the split leaves one to the CPU at least
     say(f"{experts} of {config.moe.num_experts} experts a layer on the card, the most popular ones")
     gpu = import_gpu()
+    package = gpu.import_package()
     gpu.limit_vram(gpu.CudaOptions(vram_bytes=options.vram_bytes))
     setup = gpu.StockSetup(
         model_dir=options.model_dir,
@@ -104,7 +105,7 @@ def open_stock(options: PeerOptions, say: Say) -> StockPeer:
         max_streams=MAX_STREAMS,
         chunk_tokens=CHUNK_TOKENS,
     )
-    engine = gpu.StockEngine.load(setup)
+    engine = gpu.StockEngine.load(package, setup)
     say("loaded")
     try:
         routes = None
@@ -133,7 +134,7 @@ def import_gpu() -> Any:
     try:
         import torch
 
-        from bench.peers.stock_engine import PACKAGE_VERSION, StockEngine, StockSetup
+        from bench.peers.stock_engine import PACKAGE_VERSION, StockEngine, StockSetup, import_package
         from glm53srv.engine.cuda.imposed_routes import ImposedRoutes
         from glm53srv.engine.cuda.loading import CudaOptions, limit_vram
     except ImportError as error:
@@ -145,6 +146,7 @@ def import_gpu() -> Any:
         PACKAGE_VERSION=PACKAGE_VERSION,
         StockEngine=StockEngine,
         StockSetup=StockSetup,
+        import_package=import_package,
         ImposedRoutes=ImposedRoutes,
         CudaOptions=CudaOptions,
         limit_vram=limit_vram,

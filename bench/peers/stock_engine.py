@@ -75,13 +75,12 @@ class StockEngine:
         self._states: dict[int, Any] = {}
 
     @classmethod
-    def load(cls, setup: StockSetup) -> StockEngine:
-        """Load a checkpoint with its experts split. Starts the package's worker process, which imports the
-        main module anew. Raises MachineError if the package is another, or did not split as it was told."""
-        package: Any = importlib.import_module("exllamav3")
-        version = importlib.import_module("exllamav3.version").__version__
-        if version != PACKAGE_VERSION:
-            raise MachineError(f"exllamav3 {version} is installed, this peer is {PACKAGE_VERSION}")
+    def load(cls, package: Any, setup: StockSetup) -> StockEngine:
+        """Load a checkpoint with its experts split, by import_package's package.
+
+        Starts the package's worker process, which imports the main module anew. Raises MachineError if the
+        package did not split as it was told.
+        """
         config = package.Config.from_directory(str(setup.model_dir))
         config.infer_params.moe_cpu_split = setup.cpu_experts
         config.infer_params.moe_cpu_threads = setup.threads
@@ -223,6 +222,21 @@ class StockEngine:
         state = self._states.pop(slot, None)
         if state is not None:
             state.free()
+
+
+def import_package() -> Any:
+    """Import exllamav3, with its own numerics. Changes torch's allocator, so come before limits are set.
+
+    Raises MachineError for another version, and where it cannot be imported.
+    """
+    try:
+        package: Any = importlib.import_module("exllamav3")
+        version = importlib.import_module("exllamav3.version").__version__
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MachineError(f"cannot import exllamav3: {str(error).splitlines()[0]}") from error
+    if version != PACKAGE_VERSION:
+        raise MachineError(f"exllamav3 {version} is installed, this peer is {PACKAGE_VERSION}")
+    return package
 
 
 def check_split(layers: Sequence[StockLayer], setup: StockSetup) -> None:

@@ -53,11 +53,6 @@ def options(root: Path, *, keeps: bool = False, peer_limit_s: float = 60.0) -> R
     return RunOptions(None, root / "work", root / "out", keeps, 60.0, peer_limit_s, ())
 
 
-def summary(root: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((root / "out/peers.json").read_bytes())
-    return found
-
-
 def test_all_parts_run_in_order_and_the_table_is_printed_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +65,7 @@ def test_all_parts_run_in_order_and_the_table_is_printed_last(
     text = capsys.readouterr().out
     assert text.endswith((tmp_path / "out/peers.txt").read_text())
     assert "ours-fast / stock: tok/s x1 4.00" in text
-    assert summary(tmp_path)["layers"] == 15
+    assert json.loads((tmp_path / "out/peers.json").read_bytes())["layers"] == 15
     assert (tmp_path / "out/stock.log").read_text() == "measured\n"
     assert not (tmp_path / "work").exists()
 
@@ -126,6 +121,18 @@ def test_without_a_checkpoint_no_peer_runs(tmp_path: Path, capsys: pytest.Captur
     assert run_all(options(tmp_path), family) == 1
     assert family.asked == ["checkpoint"]
     assert capsys.readouterr().out.count("not run: there is no checkpoint") >= 3
+
+
+def test_a_peer_that_measured_nothing_has_no_row(tmp_path: Path) -> None:
+    report = 'import pathlib; pathlib.Path({!r}).write_text(\'{{"error": "lost"}}\'); raise SystemExit(2)'
+    broken = {name: report.format(str(tmp_path / f"out/{name}.json")) for name in PEERS}
+    assert run_all(options(tmp_path), Family({"stock": broken["stock"]})) == 1
+    table = (tmp_path / "out/peers.txt").read_text().split("layers:\n")[1]
+    assert "stock" not in table
+    assert "ours-fast" in table
+    assert run_all(options(tmp_path), Family(broken)) == 1
+    assert "layers:" not in (tmp_path / "out/peers.txt").read_text()
+    assert set(json.loads((tmp_path / "out/peers.json").read_bytes())["peers"]) == set(PEERS)
 
 
 def test_the_checkpoint_is_kept_when_it_should_be(tmp_path: Path) -> None:

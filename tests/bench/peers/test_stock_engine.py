@@ -99,7 +99,7 @@ from pathlib import Path
 import exllamav3
 from bench.peers.measure import Rounds, measure
 from bench.peers.stock import StockPeer
-from bench.peers.stock_engine import StockEngine, StockSetup
+from bench.peers.stock_engine import StockEngine, StockSetup, import_package
 from glm53srv.engine.base import DecodeRow, PrefillSlice, StepPlan
 from glm53srv.errors import EngineError, MachineError
 from glm53srv.model.config import load_model_config
@@ -107,7 +107,7 @@ config = load_model_config(Path(sys.argv[1]))
 setup = StockSetup(Path(sys.argv[1]), config, 5, json.loads(Path(sys.argv[2]).read_text()), 3, 8192, 4, 600)
 answer = {"calls": exllamav3.calls}
 try:
-    engine = StockEngine.load(setup)
+    engine = StockEngine.load(import_package(), setup)
     engine.warm_up()
     answer["warm"] = len(exllamav3.calls)
     figures = {}
