@@ -77,8 +77,8 @@ def choose_layers(free_bytes: int, wanted: int | None) -> int:
         need = disk_bytes(plan_shards(published_model(wanted)))
         if need <= room:
             return wanted
-        fitting = [n for n in range(FEWEST_LAYERS, wanted) if _fits(n, room)]
-        remedy = f"--layers {fitting[-1]} fits" if fitting else "free some"
+        fitting = next((n for n in range(wanted - 1, FEWEST_LAYERS - 1, -1) if _fits(n, room)), None)
+        remedy = "free some" if fitting is None else f"--layers {fitting} fits"
         raise BadInput(
             f"{wanted} layers take {need / 1e9:.1f} GB of disk, {free_bytes / 1e9:.1f} are free, of which "
             f"{SPARE_DISK_BYTES / 1e9:.1f} stay so: {remedy}, or name another directory"
