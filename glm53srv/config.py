@@ -37,6 +37,7 @@ class OffloadConfig:
     kind: str = "off"
     ct_cpus: str = "auto"
     ct_threads: int | None = None
+    ct_prefill: int = 0
     ct_a_ms: float | None = None
     ct_b_ms: float | None = None
     ct_tzc_ms: float | None = None
@@ -219,6 +220,7 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
     return OffloadConfig(
         kind=values["offload"],
         ct_cpus=values["ct_cpus"],
+        ct_prefill=values["ct_prefill"],
         ct_threads=values["ct_threads"] or None,  # 0 in the original interface
         ct_a_ms=values["ct_a"],
         ct_b_ms=values["ct_b"],

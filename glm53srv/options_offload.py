@@ -119,6 +119,18 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "offload",
     ),
     Option(
+        "ct_prefill",
+        ("--ct-prefill",),
+        "GLM53_CT_PREFILL",
+        "int",
+        0,
+        "longest prompt chunk of which the CPU workers compute a part, on a GPU in fast mode; 0: none. Not "
+        "measured on a GPU yet",
+        "offload",
+        unit="tokens",
+        minimum=0,
+    ),
+    Option(
         "cuda_graphs",
         ("--cuda-graphs",),
         "GLM53_CUDA_GRAPHS",

@@ -309,6 +309,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--slots", type=int, default=24)
+    parser.add_argument(
+        "--ct-prefill", type=int, default=0, help="let the CPU help prompt chunks of so many tokens, unstaged"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     given = parser.parse_args(argv)
     offload = OffloadOptions(
@@ -318,7 +321,8 @@ def main(argv: list[str] | None = None) -> int:
         # Both lanes busy in fast mode: the CPU takes about half of the misses.
         costs=CostOverrides(0.0, 0.4, 0.4) if given.mode == "fast" else CostOverrides(),
         crew_threads=4,
-        stage_min_picks=64,
+        stage_min_picks=10**9 if given.ct_prefill else 64,
+        cpu_prefill_tokens=given.ct_prefill,
     )
     options = CudaOptions(
         offload,

@@ -189,6 +189,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         vram=VramOptions(max_slots=options.max_slots),
         crew_threads=threads,
         crew_cpus=cpus,
+        cpu_prefill_tokens=options.ct_prefill,
     )
     return CudaOptions(
         offload,

@@ -43,6 +43,7 @@ class BenchOptions:
     out: Path | None
     tuning_dir: Path | None
     graphs: bool
+    ct_prefill: int
     routes: str
 
 
@@ -84,6 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--beside-layers", type=positive, default=2, help="layers of it per step")
     parser.add_argument("--soak", type=_amount, default=0.0, help="seconds of mixed load")
     parser.add_argument("--tuning-dir", type=Path, help="as that of serve; by default nothing is kept")
+    parser.add_argument(
+        "--ct-prefill", type=count, default=0, help="as that of serve: the CPU helps chunks of so many tokens"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     parser.add_argument("--out", type=Path, help="file for all numbers as JSON")
     return parser
@@ -111,6 +115,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         out=given.out,
         tuning_dir=given.tuning_dir,
         graphs=not given.no_graphs,
+        ct_prefill=given.ct_prefill,
         routes=given.routes,
     )
 

@@ -32,6 +32,7 @@ from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_offload import GpuMemory, GpuOffload
 from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
+from glm53srv.offload.device.gpu.prefill_lane import PrefillLane, make_lane
 from glm53srv.offload.device.gpu.registered import device_alias
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.options import OffloadOptions
@@ -183,25 +184,37 @@ def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "
     fingerprint: of the routers, for kept heat. Raises MachineError.
     """
     loan = _probe(loaded, options)
-    lane = _hire(loaded, options)
+    lane, prefill_lane = _hire(loaded, options), None
     try:
-        return _open_with(loaded, options, loan, lane, fingerprint)
+        prefill_lane = make_lane(loaded.arena, options.offload, loaded.config.swiglu_limit)
+        return _open_with(loaded, options, loan, (lane, prefill_lane), fingerprint)
     except BaseException:
-        if lane is not None:
-            lane.close()
+        for each in (lane, prefill_lane):
+            if each is not None:
+                each.close()
         raise
 
 
 def _open_with(
-    loaded: LoadedModel, options: CudaOptions, loan: LoanParams, lane: CpuLane | None, fingerprint: str
+    loaded: LoadedModel,
+    options: CudaOptions,
+    loan: LoanParams,
+    lanes: tuple[CpuLane | None, PrefillLane | None],
+    fingerprint: str,
 ) -> OpenedOffload:
-    geometry, wanted = loaded.arena.geometry, options.offload
+    geometry, wanted, (lane, prefill_lane) = loaded.arena.geometry, options.offload, lanes
     free = free_vram(loaded.device, options.vram_bytes)
     plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
     tables = [tables_of(layer) for layer in loaded.layers]
     memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan)
     offload = GpuOffload(
-        memory, options.max_streams, wanted, lane, fingerprint=fingerprint, poisons=options.poisons
+        memory,
+        options.max_streams,
+        wanted,
+        lane,
+        prefill_lane,
+        fingerprint=fingerprint,
+        poisons=options.poisons,
     )
     with torch.inference_mode():
         offload.start(_calibrate(loaded, offload, lane, wanted))

@@ -20,7 +20,8 @@ class OffloadOptions:
     stage_min_picks: picks per layer from which a chunk is staged; None scales the threshold of a layer of 288
     experts. copies_per_step: admissions per decode step and what the copy engine moves beside it; None takes
     what the measured rate allows, and then runs do not repeat. calibrate_s: time that measuring the costs may
-    take at start; 0 takes the defaults.
+    take at start; 0 takes the defaults. cpu_prefill_tokens: longest chunk of a prompt of which the CPU
+    computes a part, on a GPU in fast mode; 0 for none.
     """
 
     crew_threads: int = 1
@@ -34,6 +35,7 @@ class OffloadOptions:
     copies_per_step: int | None = None
     deadline_ms: int = 1500
     calibrate_s: float = 1.0
+    cpu_prefill_tokens: int = 0
     heat: HeatOptions = field(default_factory=HeatOptions)
 
     def min_picks(self, num_experts: int) -> int:

@@ -29,6 +29,7 @@ from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
 from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
+from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.device.staged_chunk import StagedChunk
@@ -82,11 +83,13 @@ class GpuOffload:
         max_rows: int,
         options: OffloadOptions,
         lane: CpuLane | None = None,
+        prefill_lane: PrefillLane | None = None,
         *,
         fingerprint: str = "",
         poisons: bool = False,
     ) -> None:
-        """Allocate the slots. lane: the CPU workers, None in exact mode; the offload closes it.
+        """Allocate the slots. lane: the CPU workers, None in exact mode; prefill_lane: those for short
+        prompts, None without; the offload closes both.
 
         fingerprint: of the routers, see model/fingerprint.py. poisons: see GpuSlots. Call start() before the
         first step. Raises torch.OutOfMemoryError.
@@ -98,6 +101,8 @@ class GpuOffload:
         self.policy = ResidencyPolicy(geometry, plan.num_slots, options.residency)
         self.store = GpuSlots(arena, plan.num_slots, plan.chunk_slots, device, poisons=poisons)
         self.lane = lane
+        self.prefill_lane = prefill_lane
+        self._is_shared = False  # the CPU computes a part of the chunk that runs
         self.counts = Counts()
         self.last_picks: NDArray[np.int32] | None = (
             None  # of the newest step whose log was read, until the next
@@ -179,6 +184,11 @@ class GpuOffload:
             self._settle()
         staged = 2 * plan.stage_slots if is_staged else 0
         self._is_staging = is_staged and self.policy.num_slots - self.policy.capacity >= staged
+        self._is_shared = (
+            self.prefill_lane is not None
+            and not self._is_staging
+            and num_tokens <= self._options.cpu_prefill_tokens
+        )
         if shrink:
             self.store.lend(range(self.policy.capacity + staged, self.policy.num_slots))
 
@@ -194,7 +204,9 @@ class GpuOffload:
         Raises torch.OutOfMemoryError when the chunk's activations are still held; it may be called again.
         """
         chunk, self._chunk = self._chunk, None
-        self._is_staging = False
+        self._is_staging = self._is_shared = False
+        if self.prefill_lane is not None:
+            self.prefill_lane.drop()
         if chunk is not None:
             chunk.abort()
             self.counts.num_staged += chunk.num_staged
@@ -263,6 +275,8 @@ class GpuOffload:
         self.store.close()
         if self.lane is not None:
             self.lane.close()
+        if self.prefill_lane is not None:
+            self.prefill_lane.close()
 
     # ---- called by the sparse layers, inside the brackets ----
 
@@ -277,8 +291,11 @@ class GpuOffload:
         self.point(layer, slots)
 
     def plan_layer(self, layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
-        """Plan a decode layer behind its router; weights is changed in place."""
+        """Plan a layer behind its router: decode, or a short prompt's. picks and weights may be changed."""
         if not self._rows:
+            if self._is_shared and self.prefill_lane is not None:
+                table, costs = self.store.table[layer], self._costs().costs
+                self.prefill_lane.take(layer, x, picks, weights, table, costs)
             return
         layout, lane = self.arena.layout, self.lane
         inputs = PlanInputs(
@@ -298,7 +315,9 @@ class GpuOffload:
         launch_plan(inputs, self._outputs[self._rows][layer], None if lane is None else lane.ring)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
-        """Add the CPU's part to a decode layer's sum, float32 (rows, hidden), behind a wait for it."""
+        """Add the CPU's part to a layer's sum, float32 (rows, hidden), behind a wait for it."""
+        if not self._rows and self.prefill_lane is not None:
+            self.prefill_lane.add(out)
         if self._rows and self.lane is not None:
             launch_combine(out, self._count_rows[layer], layer, self.lane.ring)
 

@@ -50,7 +50,9 @@ class HostReader:
 
     def pin(self, values: NDArray[Any]) -> torch.Tensor:
         """Give a copy in pinned memory, which kernels enqueued soon may read."""
-        pinned = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
+        pinned = torch.from_numpy(np.ascontiguousarray(values))
+        if torch.cuda.is_available():
+            pinned = pinned.pin_memory()
         self._kept.append(pinned)
         return pinned
 

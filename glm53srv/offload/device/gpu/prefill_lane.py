@@ -1,0 +1,107 @@
+"""The CPU workers beside a short prompt's layers: part of the experts that would be read over the link.
+
+    behind the router     picks and input to the host; the split; a job for the CPU's threads; the GPU's picks
+                          changed in place: stand-ins of weight 0
+    behind the experts    the job's sums to the device, and added
+
+Its threads are a pool of its own on the crew's CPUs: a job has as many rows as the prompt, which the mailbox
+of decode steps does not hold. Where the crew still polls behind a decode step, both share the CPUs for a
+moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glm53srv.kernels import Clamp, KernelPool, Precision
+from glm53srv.offload.cost import CostModel
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.gpu.host_reader import HostReader
+from glm53srv.offload.prefill_split import split_prefill
+
+
+class PrefillLane:
+    """Owns a pool of threads and the job of the layer that runs. Engine thread only.
+
+    Per layer take(), then add(). Not for chunks whose experts are staged.
+    """
+
+    def __init__(
+        self, arena: ExpertArena, num_threads: int, cpus: Sequence[int] | None, limit: float
+    ) -> None:
+        """Start the threads. limit: swiglu_limit. Raises MachineError."""
+        self._arena = arena
+        self._limit = limit
+        self._pool = KernelPool(num_threads, cpus=cpus)
+        self._caller = ThreadPoolExecutor(1, "prefill-lane")
+        self._reader = HostReader()
+        self._job: Future[NDArray[np.float32]] | None = None
+        self.num_experts = 0
+
+    def take(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        picks: torch.Tensor,
+        weights: torch.Tensor,
+        table: NDArray[np.int32],
+        costs: CostModel,
+    ) -> None:
+        """Give the CPU its part of a layer; picks and weights are changed in place. Waits for the device.
+
+        x: float16 (rows, hidden). picks: int64, weights: float16 (rows, top_k). table: int32 (experts,), the
+        layer's row of the residency table, -1 for what is not in VRAM.
+        """
+        chosen = picks.cpu().numpy()
+        split = split_prefill(chosen, table >= 0, costs)
+        if split is None:
+            return
+        self.num_experts += len(np.unique(chosen[split.on_cpu]))
+        factors = weights.cpu()
+        rows = x.cpu().float().numpy()
+        self._job = self._caller.submit(
+            self._pool.experts,
+            rows,
+            self._arena.table(layer),
+            split.cpu_picks,
+            factors.float().numpy(),
+            self._limit,
+            Clamp.ACTIVATION,
+            Precision.FAST16,
+        )
+        self._reader.send(split.gpu_picks, picks)
+        self._reader.send(np.where(split.on_cpu, np.float16(0), factors.numpy()), weights)
+
+    def add(self, out: torch.Tensor) -> None:
+        """Add the CPU's part to a layer's sum, float32 (rows, hidden), in place; waits for it on the host."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        partial = torch.empty_like(out)
+        self._reader.send(job.result(), partial)
+        out += partial
+
+    def drop(self) -> None:
+        """Forget the job of a chunk that is given up, once it is done."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.exception()
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self.drop()
+        self._caller.shutdown()
+        self._pool.close()
+
+
+def make_lane(arena: ExpertArena, options: Any, limit: float) -> PrefillLane | None:
+    """Make the lane that OffloadOptions ask for, None where they ask for none. Raises MachineError."""
+    if options.mode == "exact" or options.crew_threads < 1 or options.cpu_prefill_tokens < 1:
+        return None
+    return PrefillLane(arena, options.crew_threads, options.crew_cpus, limit)

@@ -1,0 +1,71 @@
+"""Which experts of a short prompt's layer the CPU computes: those that are not resident and have few rows.
+
+A short chunk is bound by the link: each of its experts that is not in VRAM is read once, whatever its rows.
+The CPU reads the same bytes from its own memory and pays for each row. So it takes the experts with the
+fewest rows, as long as that makes the slower of the two lanes faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53srv.offload.cost import CostModel
+
+ROW_SHARE = 0.18
+"""What a further row of an expert costs on the CPU, in parts of the first (fast16 with AVX-512: 1.77 ms for
+one row and 2.73 for four, bench/results/2026-11-29-cpu.md)."""
+JOB_MS = 0.5
+"""Fixed time of a layer's job that is counted for picks, input and sums on their way. An estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSplit:
+    """A layer's picks, divided. on_cpu: bool (rows, top_k).
+
+    cpu_picks: int32 (rows, top_k), -1 for what stays on the GPU. gpu_picks: int64 (rows, top_k), where a
+    stand-in, with a weight of 0, takes the place of what the CPU computes.
+    """
+
+    on_cpu: NDArray[np.bool_]
+    cpu_picks: NDArray[np.int32]
+    gpu_picks: NDArray[np.int64]
+
+
+def choose_for_cpu(
+    num_rows: NDArray[np.integer], is_resident: NDArray[np.bool_], costs: CostModel
+) -> NDArray[np.bool_]:
+    """Choose experts of a layer: bool (experts,). num_rows: rows that picked each expert."""
+    candidates = np.flatnonzero((num_rows > 0) & ~is_resident)
+    order = candidates[np.argsort(num_rows[candidates], kind="stable")]
+    cpu_ms = JOB_MS + np.cumsum(costs.cpu_expert_ms * (1 + ROW_SHARE * (num_rows[order] - 1)))
+    link_ms = costs.zero_copy_ms * np.arange(len(order) - 1, -1, -1)
+    slower = np.concatenate([[costs.zero_copy_ms * len(order)], np.maximum(cpu_ms, link_ms)])
+    chosen = np.zeros(len(num_rows), bool)
+    chosen[order[: int(np.argmin(slower))]] = True
+    return chosen
+
+
+def split_prefill(
+    picks: NDArray[np.int64], is_resident: NDArray[np.bool_], costs: CostModel
+) -> PrefillSplit | None:
+    """Divide a layer's picks, int64 (rows, top_k), or None if the CPU had better take nothing.
+
+    is_resident: bool (experts,). A stand-in is another pick of the row that stays on the GPU, so that the
+    GPU reads no expert for it; a row without one gets the layer's most picked expert of those that stay.
+    """
+    num_rows = np.bincount(picks.reshape(-1), minlength=len(is_resident))
+    chosen = choose_for_cpu(num_rows, is_resident, costs)
+    on_cpu = chosen[picks]
+    kept = np.where(chosen, 0, num_rows)
+    if not on_cpu.any() or not kept.any():
+        return None
+    place = np.argmin(on_cpu, axis=1)  # the first that stays, 0 where none does
+    stand_in = np.where(on_cpu.all(axis=1), int(np.argmax(kept)), picks[np.arange(len(picks)), place])
+    return PrefillSplit(
+        on_cpu,
+        np.where(on_cpu, picks, -1).astype(np.int32),
+        np.where(on_cpu, stand_in[:, None], picks),
+    )
