@@ -27,13 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.errors import BadInput, BenchError
-from bench.peers.shards import Place, Shard, ShardFile, plan_shards
+from bench.peers.shards import Shard, ShardFile, plan_shards
 from glm53srv.engine.cuda.synthetic_plan import require_host_memory
 from glm53srv.errors import Glm53Error
 from glm53srv.machine import GIB, MachineFacts, read_machine
 from glm53srv.model.config import ModelConfig, load_model_config
 from glm53srv.model.published import PUBLISHED
 from glm53srv.model.published_files import FEWEST_LAYERS, published_model, write_published_files
+from glm53srv.model.safetensors_file import TensorInfo
 from glm53srv.offload.device.layout import Part, expert_needs, sparse_layers
 
 DEFAULT_LAYERS = 15
@@ -158,17 +159,17 @@ def write_weights(target: Path, shards: Sequence[Shard], source: Source, num_thr
             file.close()
 
 
-def _is_routed(place: Place) -> bool:
+def _is_routed(place: TensorInfo) -> bool:
     return ".mlp.experts." in place.name
 
 
-def _expert_pieces(file: ShardFile, shard: Shard) -> list[tuple[ShardFile, list[Place]]]:
+def _expert_pieces(file: ShardFile, shard: Shard) -> list[tuple[ShardFile, list[TensorInfo]]]:
     """Cut a file's routed experts into pieces of about four: by name, the tensors of each lie together."""
     routed = sorted(filter(_is_routed, shard.places), key=lambda place: place.name)
     return [(file, routed[begin : begin + 48]) for begin in range(0, len(routed), 48)]
 
 
-def _write_piece(piece: tuple[ShardFile, list[Place]], source: Source) -> None:
+def _write_piece(piece: tuple[ShardFile, list[TensorInfo]], source: Source) -> None:
     file, places = piece
     for place in places:
         file.write(place, source.data(place.name))

@@ -14,7 +14,6 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -23,27 +22,12 @@ from numpy.typing import NDArray
 from glm53srv.engine.cuda.synthetic_plan import TensorSpec, tensor_specs
 from glm53srv.model.config import ModelConfig
 from glm53srv.model.pack import draw_rule
+from glm53srv.model.safetensors_file import TensorInfo
 
 MAX_SHARD_BYTES = 5_000_000_000
 
 _KINDS = {"trellis": "I16", "suh": "F16", "svh": "F16", "mul1": "I32"}
 _PLAIN = {"bf16": "BF16", "f2": "F16", "f4": "F32"}
-ITEM_BYTES = {"I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A tensor in its file. dtype: the format's name; offset: from the start of the file, in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the data."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +36,7 @@ class Shard:
 
     file_name: str
     head: bytes
-    places: tuple[Place, ...]
+    places: tuple[TensorInfo, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -70,10 +54,10 @@ def plan_shards(config: ModelConfig, max_bytes: int = MAX_SHARD_BYTES) -> list[S
 
     A tensor that is larger has a file of its own.
     """
-    groups: list[list[Place]] = [[]]
+    groups: list[list[TensorInfo]] = [[]]
     room = max_bytes
     for name, spec in tensor_specs(config):
-        place = Place(name, stored_dtype(name, spec), spec.shape, 0)
+        place = TensorInfo(name, stored_dtype(name, spec), spec.shape, 0)
         if place.num_bytes > room and groups[-1]:
             groups.append([])
             room = max_bytes
@@ -82,9 +66,9 @@ def plan_shards(config: ModelConfig, max_bytes: int = MAX_SHARD_BYTES) -> list[S
     return [_lay_out(group, index, len(groups)) for index, group in enumerate(groups)]
 
 
-def _lay_out(places: Sequence[Place], index: int, count: int) -> Shard:
+def _lay_out(places: Sequence[TensorInfo], index: int, count: int) -> Shard:
     # Wide elements first: then all of them are aligned to their size.
-    ordered = sorted(places, key=lambda place: -ITEM_BYTES[place.dtype])
+    ordered = sorted(places, key=lambda place: -place.item_bytes)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for place in ordered:
@@ -103,9 +87,9 @@ def _lay_out(places: Sequence[Place], index: int, count: int) -> Shard:
     )
 
 
-def _placed(places: Sequence[Place], offset: int) -> Iterator[Place]:
+def _placed(places: Sequence[TensorInfo], offset: int) -> Iterator[TensorInfo]:
     for place in places:
-        yield Place(place.name, place.dtype, place.shape, offset)
+        yield TensorInfo(place.name, place.dtype, place.shape, offset)
         offset += place.num_bytes
 
 
@@ -119,7 +103,7 @@ class ShardFile:
         os.truncate(self._descriptor, shard.num_bytes)
         _write_all(self._descriptor, np.frombuffer(shard.head, np.uint8), 0)
 
-    def write(self, place: Place, data: NDArray[np.uint8]) -> None:
+    def write(self, place: TensorInfo, data: NDArray[np.uint8]) -> None:
         """Write a tensor's bytes, uint8 (place.num_bytes,), contiguous. Raises OSError; ValueError for
         another size."""
         if data.shape != (place.num_bytes,):

@@ -55,9 +55,14 @@ class TensorInfo:
     offset: int
 
     @property
+    def item_bytes(self) -> int:
+        """Size of an element."""
+        return _DTYPES[self.dtype].itemsize
+
+    @property
     def num_bytes(self) -> int:
         """Size of the data."""
-        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return prod(self.shape) * self.item_bytes
 
 
 class SafetensorsFile:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.peers.shards import ITEM_BYTES, Place, Shard, ShardFile, plan_shards
+from bench.peers.shards import Shard, ShardFile, plan_shards
 from glm53srv.engine.cuda.synthetic_plan import tensor_specs
 from glm53srv.model.checkpoint import MUL1_MULTIPLIER, Checkpoint
 from glm53srv.model.config import ModelConfig, load_model_config
 from glm53srv.model.published_files import published_model
+from glm53srv.model.safetensors_file import TensorInfo
 from glm53srv.model.tensor_needs import all_needs
 
 MAX_BYTES = 400_000
@@ -29,7 +30,7 @@ def shards(config: ModelConfig) -> list[Shard]:
     return plan_shards(config, MAX_BYTES)
 
 
-def pattern(place: Place) -> NDArray[np.uint8]:
+def pattern(place: TensorInfo) -> NDArray[np.uint8]:
     if place.name.endswith(".mul1"):  # the one tensor whose value a reader checks
         return np.array([MUL1_MULTIPLIER], np.uint32).view(np.uint8)
     rng = np.random.default_rng(zlib.crc32(place.name.encode()))
@@ -53,7 +54,7 @@ def test_tensors_lie_one_behind_the_other_each_aligned_to_its_elements(shards: l
         end = len(shard.head)
         for place in shard.places:
             assert place.offset == end
-            assert place.offset % ITEM_BYTES[place.dtype] == 0
+            assert place.offset % place.item_bytes == 0
             end += place.num_bytes
         assert end == shard.num_bytes
 
