@@ -157,12 +157,15 @@ def build_engine(
         engine.close()
         raise
     mark("warm")
+    if options.graphs and not engine.captured_widths:
+        say("decode steps could not be captured: these are figures without CUDA graphs")
     calibration = engine.offload.calibration
     for line in (*explain(engine.offload.plan), *describe(calibration, arena.layout.record_bytes)):
         say(line)
     facts = {
         **marks,
         "threads": threads,
+        "captured_widths": engine.captured_widths,
         "slots": engine.offload.plan.num_slots,
         "calibration": asdict(calibration),
         "chunk_tokens": engine.limits.max_chunk_tokens,

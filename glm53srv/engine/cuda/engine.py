@@ -167,6 +167,11 @@ class CudaEngine:
         """The offload, for statistics and checks by the engine thread."""
         return self._offload
 
+    @property
+    def captured_widths(self) -> tuple[int, ...]:
+        """Numbers of streams whose decode steps run as CUDA graphs."""
+        return tuple(self._model.captured_widths)
+
     def warm_up(self) -> None:
         """Run a whole chunk, staged, and decode steps of each width, capture these, then check some slots."""
         require(not self._book.slots, "warm_up while sequences run")

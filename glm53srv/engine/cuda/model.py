@@ -74,6 +74,11 @@ class CudaModel:
         graph.capture(planner)
         self._graphs[width] = graph
 
+    @property
+    def captured_widths(self) -> tuple[int, ...]:
+        """Numbers of rows whose decode steps are graphs."""
+        return tuple(sorted(self._graphs))
+
     def drop_graphs(self) -> None:
         """Decode without graphs from now on; the device must be idle."""
         self._graphs.clear()

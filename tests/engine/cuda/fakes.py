@@ -126,6 +126,10 @@ class FakeModel:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         self.captured.append((width, by_row))
 
+    @property
+    def captured_widths(self) -> tuple[int, ...]:
+        return tuple(width for width, _ in self.captured)
+
     def drop_graphs(self) -> None:
         self.captured.clear()
 

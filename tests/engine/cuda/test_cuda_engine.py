@@ -181,6 +181,7 @@ def test_every_width_is_captured_and_run(bench: Bench, by_row: bool) -> None:
     limits = bench.engine.limits
     assert capture_every_width(bench.model, bench.offload, limits, by_row=by_row)  # type: ignore[arg-type]
     assert bench.model.captured == [(width, by_row) for width in (1, 2, 3, 4)]
+    assert bench.engine.captured_widths == (1, 2, 3, 4)
     assert [call for call in bench.offload.calls if call.startswith("decode")] == [
         f"decode {width}" for width in (1, 2, 3, 4) for _ in range(STEPS_PER_WIDTH)
     ]
@@ -193,7 +194,7 @@ def test_a_width_that_cannot_be_captured_leaves_all_without_graphs(
     bench.model.refuses_width = 3
     limits = bench.engine.limits
     assert not capture_every_width(bench.model, bench.offload, limits, by_row=True)  # type: ignore[arg-type]
-    assert bench.model.captured == []
+    assert bench.engine.captured_widths == ()
     (record,) = caplog.records
     assert record.getMessage() == (
         "decode runs without CUDA graphs: operation not permitted when stream is capturing"
