@@ -25,6 +25,10 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.prefill_split import split_prefill
 
+NUM_KEPT = 8
+"""Three arrays a layer, of which the sums have megabytes; the next layer's picks are waited for behind
+them."""
+
 
 class PrefillLane:
     """Owns a pool of threads and the job of the layer that runs. Engine thread only.
@@ -40,7 +44,7 @@ class PrefillLane:
         self._limit = limit
         self._pool = KernelPool(num_threads, cpus=cpus)
         self._caller = ThreadPoolExecutor(1, "prefill-lane")
-        self._reader = HostReader()
+        self._reader = HostReader(NUM_KEPT)
         self._job: Future[NDArray[np.float32]] | None = None
         self.num_experts = 0
 
