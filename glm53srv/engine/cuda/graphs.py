@@ -1,4 +1,4 @@
-"""A decode step as a few CUDA graphs: the host launches a dozen of them in place of two thousand kernels.
+"""A decode step as a few CUDA graphs: the host launches a dozen in place of over a thousand kernels.
 
     inputs copied -> graph -> attention -> graph -> attention -> ... -> graph -> logits
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 1024
 """The shorter of the two chunks by which the activations' memory is measured. The other is the longest that
-may come: a line through two short ones missed what 8,192 tokens take by hundreds of MB."""
+may come: a line through two short ones promised 8,192 tokens a place that they did not have."""
 POLL_US = 100_000
 """How long idle CPU workers poll before they park. The host rings when it begins to enqueue a step, and the
 device posts that step's first job when it gets there: behind the dense layers, or behind a step that still

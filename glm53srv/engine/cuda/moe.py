@@ -6,7 +6,7 @@ cpu_split_combine   called behind the experts: the CPU's sum is added           
 shared_experts      runs beside the routed experts, on a stream of its own             decode, fast mode
 
 The package runs the shared expert before the routed ones, in the same call, on a GPU that is mostly idle
-while the routed ones arrive over the link. Beside them it costs nothing. Its products then go through the
+while the routed ones arrive over the link. Beside them it delays nobody. Its products then go through the
 matrices' ordinary kernels, whose sums differ in rounding: `exact` leaves it where it is.
 """
 
