@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.residency import ResidencyParams
+from glm53srv.offload.residency_params import ResidencyParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from glm53srv.bench_model.routes import Routes, generate, route_model
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
 from glm53srv.offload.cost import ZERO_COPY_MS, CostModel, CostOverrides, cpu_count_table
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.residency import ResidencyParams, ResidencyPolicy
+from glm53srv.offload.residency import ResidencyPolicy
+from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.simulate.device import SimulatedDevice
 from glm53srv.offload.simulate.profile import (
     H200_AS_24GB,

@@ -1,37 +1,52 @@
-"""Which experts live in VRAM: one pool of slots for all layers, CLOCK with heat, admission on second touch.
+"""Which experts live in VRAM: one pool of slots for all layers, filled by copies and by offers.
 
-A slot's life. Every transition happens inside `advance`, `shrink` or `grow`, on the host, between steps:
+A slot's life. Every transition happens on the host, between steps, inside `advance`, `shrink` or `grow`; or
+in `observe`, which learns which offers a step took:
 
     state      holds                                   leaves to
-    FREE       nothing                                 COPYING (admission), LENT (shrink)
+    FREE       nothing                                 COPYING (admission), OFFERED, LENT (shrink)
     COPYING    a key whose bytes are on their way      RESIDENT (landed); LENT, FREE (landed, called back)
-    RESIDENT   a key that steps may read               DRAINING (victim, or shrink)
+    RESIDENT   a key that steps may read               DRAINING (victim, or shrink), OFFERED (victim)
     DRAINING   nothing; the step that was running      COPYING (its next key), FREE, LENT: at the next advance
-               at unmap time may still read it
+               at unmap time may still read it, or     RESIDENT (that step did take it)
+               take it
+    OFFERED    nothing; a step may take it             RESIDENT (it did), DRAINING (shrink)
     LENT       memory of a prefill                     FREE (grow)
 
-So a slot is unmapped one step before it is overwritten, and mapped only after its bytes landed:
+So a slot is unmapped one step before it is overwritten by a copy, and mapped only after its bytes landed:
 
     advance i      unmap victim          takes effect before step i + 1; step i may be running and reading it
     advance i + 1  issue its copy        step i is over, because its routing log has been read
     advance j      map, if landed        takes effect before step j + 1
 
+With num_offers, copies fill free slots only, and victims are offered to experts of the link (offers.py):
+
+    advance i      unmap victim, offer   both take effect before step i + 1, behind step i in the same stream
+    step i + 1     takes it              and maps it itself; step i + 2 reads it
+    advance i + 2  learns it             from the log of step i + 1
+
+An expert that takes an offer must not be under way by a copy too. So a copy's key is barred at advance i,
+which step i + 1 obeys, and the copy starts at advance i + 1, unless the log of step i has its key.
+
 What the choices rest on (replays of synthetic routes, bench/replay_routing.py; docs/offload.md has the
 numbers): copying every miss makes the link the bottleneck and gains little; a second touch within a few
 steps picks the same experts for a fraction of the traffic; among the slots that CLOCK would evict next,
-taking the coldest keeps an expert that is merely resting. Prefill routes are never observed: they would
-rule the heat of decode.
+taking the coldest keeps an expert that is merely resting. Where admission is free, the coldest of all goes.
+Prefill routes are never observed: they would rule the heat of decode.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from glm53srv.offload.clock import Clock
 from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.offers import OfferBook, Offers
+from glm53srv.offload.residency_params import ResidencyParams
+from glm53srv.offload.residency_update import ResidencyUpdate
 from glm53srv.offload.split import HEAT_ONE
 
 Ints = NDArray[np.int32]
@@ -49,50 +64,7 @@ class SlotState(enum.IntEnum):
     RESIDENT = 2
     DRAINING = 3
     LENT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyParams:
-    """Knobs of the policy.
-
-    touch_window_steps: a miss is admitted if its expert was also picked in one of this many earlier steps; 0
-    admits at first touch. heat_keep: what a decode step leaves of an expert's heat; 0.985 forgets half in 46
-    steps. victim_window: how many slots per victim CLOCK offers, of which the coldest goes; 1 is plain CLOCK.
-    min_heat_gain: a miss replaces a victim only if it is hotter by this much, in picks per step. A copy costs
-    about as much link time as it saves in 1 / 0.02 steps; below -1 switches the guard off. max_in_flight:
-    copies decided and not yet landed.
-    """
-
-    touch_window_steps: int = 8
-    heat_keep: float = 0.985
-    victim_window: int = 8
-    min_heat_gain: float = 0.02
-    max_in_flight: int = 64
-
-    def __post_init__(self) -> None:
-        """Check every range. Raises ValueError."""
-        if self.touch_window_steps < 0 or self.victim_window < 1 or self.max_in_flight < 1:
-            raise ValueError(f"impossible residency parameters: {self}")
-        if not 0.0 < self.heat_keep < 1.0:
-            raise ValueError("heat_keep must lie between 0 and 1")
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyUpdate:
-    """What the mechanism does between two steps, in this order; all arrays int32.
-
-    unmap_keys: table entries to clear before the next step. map_keys, map_slots: entries to set before the
-    next step. copy_keys, copy_slots: copies to start now, in order; nothing maps their slots. num_admitted:
-    admissions decided now, whose copies start now (free slots) or with the next update (victims); they are
-    what the copy budget pays for.
-    """
-
-    unmap_keys: Ints
-    map_keys: Ints
-    map_slots: Ints
-    copy_keys: Ints
-    copy_slots: Ints
-    num_admitted: int = 0
+    OFFERED = 5
 
 
 class ResidencyPolicy:
@@ -120,8 +92,9 @@ class ResidencyPolicy:
         # The key that a slot holds (RESIDENT), receives (COPYING) or will receive (DRAINING).
         self._slot_key = np.full(num_slots, NONE, np.int32)
         self._key_slot = np.full(geometry.num_keys, NONE, np.int32)
-        self._referenced = np.zeros(num_slots, bool)
-        self._hand = 0
+        self._clock = Clock(num_slots, self.params.victim_window)
+        self._book = OfferBook()
+        self._kept: list[Ints] = []  # slots that steps took and no update has mapped
         self._step = 0
         self._last_touch = np.full(geometry.num_keys, np.iinfo(np.int32).min // 2, np.int32)
         self._missed = np.empty(0, np.int32)  # keys without a slot in the last observed step
@@ -131,6 +104,8 @@ class ResidencyPolicy:
         self._unmapped_at = np.zeros(num_slots, np.int64)  # the advance that cleared a draining slot's entry
         self._layer_base = (np.arange(geometry.num_layers, dtype=np.int32) * geometry.num_experts)[:, None]
         self._pending_unmap: list[Ints] = []
+        self._pending_bar: list[Ints] = []
+        self._pending_unbar: list[Ints] = []  # of copies called back
 
     def table(self) -> Ints:
         """Return the residency table: int32 (layers, experts), the slot of an expert or -1. A fresh array."""
@@ -159,11 +134,12 @@ class ResidencyPolicy:
         waiting = (self._state == SlotState.DRAINING) & (self._slot_key >= 0)
         return int((self._state == SlotState.COPYING).sum() + waiting.sum())
 
-    def observe(self, picks: NDArray[np.integer]) -> None:
+    def observe(self, picks: NDArray[np.integer], kept: NDArray[np.int32] | None = None) -> None:
         """Take the routing log of one decode step: integer (layers, P) expert ids, -1 where there is none.
 
-        Marks reference bits, heats the picked experts, and notes the misses for the next advance. Raises
-        IndexError for an expert that does not exist.
+        kept: int32 (layers, P), the slots that standing picks took, else -1; None for none. Marks reference
+        bits, heats the picked experts, and notes the misses for the next advance. Raises IndexError for an
+        expert that does not exist, ValueError for a slot that was not to be taken.
         """
         if picks.size and int(picks.max()) >= self.geometry.num_experts:
             raise IndexError(f"expert {int(picks.max())} of {self.geometry.num_experts}")
@@ -177,8 +153,10 @@ class ResidencyPolicy:
         rate = np.float32(1.0 / self._history_steps)
         self.history *= np.float32(1.0) - rate
         self.history[keys] += rate
+        if kept is not None:
+            self._keep((picks + self._layer_base)[kept >= 0].astype(np.int32), kept[kept >= 0])
         slots = self._key_slot[keys]
-        self._referenced[slots[slots >= 0]] = True
+        self._clock.touch(slots[slots >= 0])
         self._missed = keys[slots < 0]
         window = self.params.touch_window_steps
         self._touched_again = self._last_touch[self._missed] >= self._step - window
@@ -196,21 +174,29 @@ class ResidencyPolicy:
         self._advances += 1
         mapped = self._land(np.asarray(landed_slots, np.int32))
         copied = [self._end_draining()]
+        mapped = np.concatenate([mapped, *self._kept])
+        mapped = mapped[self._state[mapped] == SlotState.RESIDENT]  # and not called back since
+        self._kept = []
         room = max(0, min(max_admissions, self.params.max_in_flight - self.num_in_flight))
         filled = self._fill_free(room)
-        copied.append(filled)
-        num_replaced = self._replace(room - len(filled), mapped)
+        num_admitted, offers = len(filled), None
+        if self.params.num_offers:
+            offers = self._offer(mapped)
+        else:
+            copied.append(filled)
+            num_admitted += self._replace(room - len(filled), mapped)
         self._missed, self._touched_again = self._missed[:0], self._touched_again[:0]
         copy_slots = np.concatenate(copied)
-        unmapped = np.concatenate([np.empty(0, np.int32), *self._pending_unmap])
-        self._pending_unmap = []
+        unbarred = _taken(self._pending_unbar)
         return ResidencyUpdate(
-            unmap_keys=unmapped,
+            unmap_keys=np.concatenate([_taken(self._pending_unmap), unbarred[self._key_slot[unbarred] < 0]]),
             map_keys=self._slot_key[mapped],
             map_slots=mapped,
             copy_keys=self._slot_key[copy_slots],
             copy_slots=copy_slots,
-            num_admitted=len(filled) + num_replaced,
+            num_admitted=num_admitted,
+            bar_keys=_taken(self._pending_bar),
+            offers=offers,
         )
 
     def shrink(self, num_slots: int) -> None:
@@ -221,12 +207,18 @@ class ResidencyPolicy:
         """
         if not 0 <= num_slots <= self.capacity:
             raise ValueError(f"cannot lend {num_slots} of {self.capacity} slots")
+        if num_slots:
+            withdrawn = self._book.withdraw()
+            self._state[withdrawn] = SlotState.DRAINING
+            self._unmapped_at[withdrawn] = self._advances + 1
         self.capacity -= num_slots
         leaving = np.arange(self.capacity, self.capacity + num_slots)
         keys = self._slot_key[leaving]
         held = keys[keys >= 0]
         state = self._state[leaving]
         resident = leaving[state == SlotState.RESIDENT]
+        if self.params.num_offers:
+            self._pending_unbar.append(keys[(keys >= 0) & (state != SlotState.RESIDENT)])
         self._drain(resident, self._advances + 1)
         self._slot_key[leaving] = NONE  # a copy under way lands unheeded
         self._state[leaving[state == SlotState.FREE]] = SlotState.LENT
@@ -263,13 +255,15 @@ class ResidencyPolicy:
         assert len(np.unique(keys[held])) == len(held), "an expert has two slots"
         assert (self._key_slot[keys[held]] == held).all(), "a slot's expert does not know it"
         assert (self._key_slot >= 0).sum() == len(held), "an expert believes in a slot that is not its own"
-        assert (keys[(state == SlotState.FREE) | (state == SlotState.LENT)] < 0).all(), (
-            "an empty slot has a key"
-        )
+        empty = np.isin(state, (SlotState.FREE, SlotState.LENT, SlotState.OFFERED))
+        assert (keys[empty] < 0).all(), "an empty slot has a key"
         assert (keys[state == SlotState.RESIDENT] >= 0).all(), "a resident slot without a key"
         assert (keys[self.capacity :] < 0).all(), "a slot beyond the capacity still serves"
         assert not (state[self.capacity :] == SlotState.FREE).any(), "a slot beyond the capacity is free"
         assert not (state[: self.capacity] == SlotState.LENT).any(), "a slot within the capacity is lent"
+        offered = np.flatnonzero(state == SlotState.OFFERED)
+        assert sorted(self._book.open_slots) == offered.tolist(), "the offers are not the offered slots"
+        assert (offered < self.capacity).all(), "a slot beyond the capacity is offered"
         assert self.num_in_flight <= self.params.max_in_flight, "too many copies in flight"
 
     def _land(self, slots: Ints) -> Ints:
@@ -279,7 +273,7 @@ class ResidencyPolicy:
         wanted = self._slot_key[slots] >= 0
         kept, dropped = slots[wanted], slots[~wanted]
         self._state[kept] = SlotState.RESIDENT
-        self._referenced[kept] = True  # one turn of the hand to prove itself
+        self._clock.touch(kept)
         self._release(dropped)
         return kept
 
@@ -303,7 +297,60 @@ class ResidencyPolicy:
         self._slot_key[slots] = keys
         self._key_slot[keys] = slots
         self._state[slots] = SlotState.COPYING
+        if self.params.num_offers:  # not before the running step, which may keep them, is over
+            self._state[slots] = SlotState.DRAINING
+            self._unmapped_at[slots] = self._advances
+            self._pending_bar.append(keys)
         return slots
+
+    def _keep(self, keys: Ints, slots: Ints) -> None:
+        """Follow a step that kept keys in slots, both int32, in its order. Raises ValueError: see observe."""
+        is_open = self._state[slots] == SlotState.OFFERED
+        is_withdrawn = (self._state[slots] == SlotState.DRAINING) & (self._slot_key[slots] < 0)
+        self._book.take(slots[is_open])
+        reserved = self._key_slot[keys]
+        reserved = reserved[reserved >= 0]  # for copies that have not begun: barred when the step ran already
+        if not (is_open | is_withdrawn).all() or not (self._state[reserved] == SlotState.DRAINING).all():
+            raise ValueError(f"experts {keys.tolist()} cannot have taken slots {slots.tolist()}")
+        self._slot_key[reserved] = NONE
+        self._key_slot[keys] = NONE
+        stays = slots < self.capacity
+        self._state[slots[stays]] = SlotState.RESIDENT
+        self._slot_key[slots[stays]] = keys[stays]
+        self._key_slot[keys[stays]] = slots[stays]
+        self._kept.append(slots[stays])
+        self._unmapped_at[slots[~stays]] = self._advances + 1  # called back: it has to drain anew
+        self._pending_unmap.append(keys[~stays])
+        self._remember(keys[~stays])
+
+    def _offer(self, just_mapped: Ints) -> Offers:
+        """Offer free slots, then those of the coldest experts, as many as are to be open.
+
+        just_mapped: as for _replace.
+        """
+        most = min(self.params.num_offers, max(1, self.capacity // 16), self.capacity)
+        missing = max(0, most - self._book.num_open)
+        free = np.flatnonzero(self._state[: self.capacity] == SlotState.FREE).astype(np.int32)
+        evictable = self._state == SlotState.RESIDENT
+        evictable[just_mapped] = False
+        resident = np.flatnonzero(evictable).astype(np.int32)
+        heat = self.heat[self._slot_key[resident]]
+        coldest = np.argsort(heat, kind="stable")
+        victims = resident[coldest[: max(0, missing - len(free))]]
+        offered = np.concatenate([free[:missing], victims])
+        if len(free) > missing:
+            # Who takes a free slot displaces what would be copied into the last of them.
+            waiting = self._remembered[self._key_slot[self._remembered] < 0]
+            last = self._hottest(waiting, len(free) - missing)[len(free) - missing - 1 :]
+            least = float(self.heat[last].sum())  # of one expert, or none
+        else:
+            stays = coldest[len(victims) :]
+            least = float(heat[stays[0]]) + self.params.offer_heat_gain if len(stays) else 0.0
+        self._drain(victims, self._advances)
+        self._slot_key[offered] = NONE
+        self._state[offered] = SlotState.OFFERED
+        self._book.add(offered)
+        return self._book.published(int(least * HEAT_ONE))
 
     def _replace(self, room: int, just_mapped: Ints) -> int:
         """Let misses of second touch, hottest first, take the slots of victims; return how many did.
@@ -314,7 +361,10 @@ class ResidencyPolicy:
         keys = self._hottest(wanted[self._key_slot[wanted] < 0], room)
         if not len(keys):
             return 0
-        slots = self._sweep(len(keys), just_mapped)
+        evictable = self._state[: self.capacity] == SlotState.RESIDENT
+        evictable[just_mapped] = False
+        # Of a slot without a key, which cannot go, this is the heat of another expert.
+        slots = self._clock.sweep(len(keys), evictable, self.heat[self._slot_key[: self.capacity]])
         keys = keys[: len(slots)]
         hotter = self.heat[keys] - self.heat[self._slot_key[slots]] > self.params.min_heat_gain
         keys, slots = keys[hotter], slots[hotter]
@@ -322,28 +372,6 @@ class ResidencyPolicy:
         self._slot_key[slots] = keys
         self._key_slot[keys] = slots
         return len(keys)
-
-    def _sweep(self, num_victims: int, exempt: Ints) -> Ints:
-        """Move the hand past num_victims unreferenced resident slots; return the coldest ahead of it.
-
-        int32 (<= num_victims,), coldest first. A reference bit that the hand passes is cleared. When one
-        turn finds too few, the second turn takes referenced slots too.
-        """
-        ring = (self._hand + np.arange(self.capacity, dtype=np.int32)) % max(1, self.capacity)
-        evictable = self._state == SlotState.RESIDENT
-        evictable[exempt] = False
-        resident = evictable[ring]
-        offered = np.flatnonzero(resident & ~self._referenced[ring])
-        if len(offered) < num_victims:
-            self._referenced[: self.capacity] = False
-            offered = np.flatnonzero(resident)
-        if not len(offered):
-            return np.empty(0, np.int32)
-        end = int(offered[min(num_victims, len(offered)) - 1])
-        self._referenced[ring[: end + 1]] = False
-        self._hand = int(ring[end] + 1) % self.capacity
-        near = ring[offered[: num_victims * self.params.victim_window]]
-        return near[np.argsort(self.heat[self._slot_key[near]], kind="stable")[:num_victims]]
 
     def _drain(self, slots: NDArray[np.integer], unmapped_at: int) -> None:
         """Unmap resident slots in the advance numbered unmapped_at; their keys lose their slot."""
@@ -365,3 +393,10 @@ class ResidencyPolicy:
     def _remember(self, keys: Ints) -> None:
         """Note keys for re-warming, the hottest num_slots of all noted ones."""
         self._remembered = self._hottest(np.union1d(self._remembered, keys), self.num_slots)
+
+
+def _taken(pending: list[Ints]) -> Ints:
+    """Empty a list of arrays of keys; gives them as one."""
+    joined = np.concatenate([np.empty(0, np.int32), *pending])
+    pending.clear()
+    return joined

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53srv.offload.residency import ResidencyPolicy, ResidencyUpdate
+from glm53srv.offload.residency import ResidencyPolicy
+from glm53srv.offload.residency_update import ResidencyUpdate
 
 Landed = NDArray[np.int32]
 

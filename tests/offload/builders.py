@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
 from glm53srv.offload.cost import CostModel, cpu_count_table
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.residency import ResidencyParams, ResidencyPolicy
+from glm53srv.offload.residency import ResidencyPolicy
+from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.simulate.device import SimulatedDevice
 from glm53srv.offload.simulate.profile import RTX3090_ONE_COPY, HardwareProfile
 from glm53srv.offload.simulate.replay import OffloadReplay

@@ -7,7 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
-from glm53srv.offload.residency import ResidencyParams, ResidencyPolicy, ResidencyUpdate, SlotState
+from glm53srv.offload.residency import ResidencyPolicy, SlotState
+from glm53srv.offload.residency_params import ResidencyParams
+from glm53srv.offload.residency_update import ResidencyUpdate
 from tests.offload.builders import SMALL, random_picks
 
 NOTHING = np.empty(0, np.int32)

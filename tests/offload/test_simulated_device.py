@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from glm53srv.offload.residency import ResidencyParams, ResidencyPolicy, ResidencyUpdate
+from glm53srv.offload.residency import ResidencyPolicy
+from glm53srv.offload.residency_params import ResidencyParams
+from glm53srv.offload.residency_update import ResidencyUpdate
 from glm53srv.offload.simulate.device import SimulatedDevice, WrongExpertRead
 from glm53srv.offload.simulate.prefill import StagedPrefill
 from glm53srv.offload.simulate.profile import PROFILES, RTX3090_ONE_COPY, RTX3090_TWO_COPIES

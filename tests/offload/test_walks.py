@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from glm53srv.offload.elastic import ElasticLoan, Phase
-from glm53srv.offload.residency import ResidencyParams
+from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.simulate.prefill import StagedPrefill
 from glm53srv.offload.simulate.replay import OffloadReplay
 from glm53srv.offload.vram_plan import VramPlan

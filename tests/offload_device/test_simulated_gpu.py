@@ -23,7 +23,7 @@ from glm53srv.offload.device.opener import OffloadOpener
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.device.simulated_gpu import SimulatedOffload, plan_slots
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.residency import ResidencyParams
+from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.vram_plan import VramOptions
 from glm53srv.request import SamplingParams
 from tests.engine.plans import Driver, Stream

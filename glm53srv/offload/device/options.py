@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from glm53srv.offload.cost import CostOverrides, Mode
 from glm53srv.offload.device.heat_keeper import HeatOptions
-from glm53srv.offload.residency import ResidencyParams
+from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.staging import STAGE_MIN_PICKS
 from glm53srv.offload.vram_plan import VramOptions
 

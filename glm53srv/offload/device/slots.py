@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.region import Region
-from glm53srv.offload.residency import ResidencyUpdate
+from glm53srv.offload.residency_update import ResidencyUpdate
 
 POISON = 0xA5
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.residency import ResidencyUpdate
+from glm53srv.offload.residency_update import ResidencyUpdate
 from glm53srv.offload.simulate.timing import StepTime, StepTimer
 from glm53srv.offload.split import Lane, Split, split_picks
 

@@ -35,7 +35,8 @@ from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.device.staged_chunk import StagedChunk
 from glm53srv.offload.elastic import ElasticLoan, LoanParams, loan_slots
 from glm53srv.offload.report import OffloadReport
-from glm53srv.offload.residency import ResidencyPolicy, ResidencyUpdate, SlotState
+from glm53srv.offload.residency import ResidencyPolicy, SlotState
+from glm53srv.offload.residency_update import ResidencyUpdate
 from glm53srv.offload.split import Lane
 from glm53srv.offload.staging import should_stage
 from glm53srv.offload.vram_plan import VramPlan

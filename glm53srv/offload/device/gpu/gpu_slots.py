@@ -24,7 +24,7 @@ from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.device.gpu.registered import host_tensor
 from glm53srv.offload.device.gpu.slot_chunks import SlotChunks
 from glm53srv.offload.device.gpu.table_kernel import launch_update
-from glm53srv.offload.residency import ResidencyUpdate
+from glm53srv.offload.residency_update import ResidencyUpdate
 
 POISON = 0xA5
 
