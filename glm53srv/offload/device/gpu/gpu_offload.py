@@ -317,7 +317,11 @@ class GpuOffload:
         )
         ring = None if lane is None else lane.ring
         launch_plan(inputs, self._outputs[self._rows][layer], self.landing, ring)
-        launch_gather(self.landing, layout.record_bytes)
+
+    def land_layer(self) -> None:
+        """Copy the experts that the layer just planned wants over the link: decode."""
+        if self._rows:
+            launch_gather(self.landing, self.arena.layout.record_bytes)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Add the CPU's part to a layer's sum, float32 (rows, hidden), behind a wait for it."""
