@@ -31,5 +31,5 @@ def fill_from_history(
         update = policy.advance(landed, policy.params.max_in_flight)
         landed = execute(update)
         num_copied += len(update.copy_keys)
-        if not len(update.copy_keys):
+        if not policy.num_in_flight:
             return num_copied

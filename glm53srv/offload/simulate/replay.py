@@ -21,11 +21,12 @@ from glm53srv.offload.split import Split
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A step's lanes, its time and how many copies the host started meanwhile."""
+    """A step's lanes, its time, how many copies the host started meanwhile, and how many experts it kept."""
 
     split: Split
     time: StepTime
     num_copies: int
+    num_kept: int
 
 
 class OffloadReplay:
@@ -42,7 +43,7 @@ class OffloadReplay:
         self.device = device
         self.cpu_count = cpu_count
         self.budget = budget
-        self._log: NDArray[np.integer] | None = None
+        self._log: tuple[NDArray[np.integer], NDArray[np.int32]] | None = None
         self._last_ms = 0.0
 
     def fill(self) -> None:
@@ -51,19 +52,35 @@ class OffloadReplay:
         while True:
             update = self.policy.advance(self.device.take_landed(), width)
             self.device.apply(update)
-            if not len(update.copy_keys) and not len(update.map_keys):
+            if not self.policy.num_in_flight and not len(update.map_keys):
                 return
             self.device.drain_copies()
 
     def step(self, picks: NDArray[np.integer], num_streams: int) -> ReplayedStep:
         """Run one step: picks integer (layers, rows * top_k)."""
         split = self.device.begin_step(picks, self.policy.heat_table(), self.cpu_count)
-        if self._log is not None:
-            self.policy.observe(self._log)
+        self._learn()
         granted = self.budget.grant(self._last_ms)
         update = self.policy.advance(self.device.take_landed(), granted)
         self.budget.spend(update.num_admitted)
         self.device.apply(update)
+        kept = self.device.kept
         time = self.device.finish_step(num_streams)
-        self._log, self._last_ms = picks, time.total_ms
-        return ReplayedStep(split, time, len(update.copy_keys))
+        self._log, self._last_ms = (picks, kept), time.total_ms
+        return ReplayedStep(split, time, len(update.copy_keys), int((kept >= 0).sum()))
+
+    def shrink(self, num_slots: int) -> None:
+        """Lend slots between two steps, as an engine does: with the last step's log read."""
+        self._learn()
+        self.policy.shrink(num_slots)
+
+    def settle(self) -> None:
+        """Advance once while no step runs."""
+        self._learn()
+        self.device.apply(self.policy.advance(self.device.take_landed(), 0))
+
+    def _learn(self) -> None:
+        """Read the last step's log, once."""
+        log, self._log = self._log, None
+        if log is not None:
+            self.policy.observe(*log)
