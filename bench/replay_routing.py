@@ -176,7 +176,8 @@ def _replay_ours(
     loop.fill()
     done = [loop.step(row, picks.shape[2] // geometry.top_k) for row in picks]
     counts = [[s.split.num_hits.sum(), s.split.num_link.sum(), s.split.num_cpu.sum()] for s in done]
-    return np.array(counts, np.int64), [s.time for s in done], [s.num_copies for s in done]
+    admitted = [s.num_copies + s.num_kept for s in done]
+    return np.array(counts, np.int64), [s.time for s in done], admitted
 
 
 def _replay_reference(
@@ -324,6 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heat-keep", type=float, default=SHIPPED.heat_keep)
     parser.add_argument("--victim-window", type=int, default=SHIPPED.victim_window)
     parser.add_argument("--min-heat-gain", type=float, default=SHIPPED.min_heat_gain)
+    parser.add_argument("--offers", type=int, default=SHIPPED.num_offers, help="slots offered to the link")
+    parser.add_argument("--offer-heat-gain", type=float, default=SHIPPED.offer_heat_gain)
     args = parser.parse_args(argv)
     if args.routes:
         traces = recorded_traces([load_routes(path) for path in args.routes])
@@ -340,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         heat_keep=args.heat_keep,
         victim_window=args.victim_window,
         min_heat_gain=args.min_heat_gain,
+        num_offers=args.offers,
+        offer_heat_gain=args.offer_heat_gain,
     )
     case = Case(f"{args.policy}, {profile.name}", args.policy, profile, params, args.link_share)
     print_head()

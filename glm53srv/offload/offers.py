@@ -7,8 +7,8 @@ wrap around. With the words of `Offers`, and `head`, the number of the next offe
 and begins as 0:
 
     1. Before a layer: if head is behind `first`, head = first.
-    2. A standing pick (split.py) is wanted if its lane is LINK, its table entry is ABSENT, and its heat is at
-       least `threshold`.
+    2. A standing pick (split.py) is wanted if its lane is LINK and it is among the first `num_landing` of its
+       layer's, so that it is copied at all; its table entry is ABSENT; and its heat is at least `threshold`.
     3. In the order of picks, wanted picks take the offers head, head + 1, ... as long as these are before
        `tail`; then head is the first that was not taken, for the next layer to begin with.
     4. Offer n is the slot ring[n mod RING_SLOTS]. Who takes it is copied there and has it as table entry.
@@ -77,15 +77,17 @@ def keep_picks(
     heat: Ints,
     offers: Offers,
     head: int,
+    num_landing: int = 2**31,
 ) -> Keeping:
     """Apply the rule to the next layers of a step: one, or several that follow each other.
 
     picks: integer (layers, P). split: of these picks. entries, heat: int32 (layers, experts), the layers'
-    rows of the tables, not changed here.
+    rows of the tables, not changed here. num_landing: experts of a layer that are copied, not read in place.
     """
     layer = np.arange(len(picks))[:, None]
     known = np.maximum(picks, 0)
     is_wanted = split.standing & (split.lanes == Lane.LINK)
+    is_wanted &= is_wanted.cumsum(axis=1) <= num_landing
     is_wanted &= (entries[layer, known] == ABSENT) & (heat[layer, known] >= offers.threshold)
     if wrapped(offers.first - head) > 0:
         head = offers.first

@@ -179,9 +179,9 @@ class ResidencyPolicy:
         self._kept = []
         room = max(0, min(max_admissions, self.params.max_in_flight - self.num_in_flight))
         filled = self._fill_free(room)
-        num_admitted, offers = len(filled), None
+        num_admitted, offers, offered = len(filled), None, _taken([])
         if self.params.num_offers:
-            offers = self._offer(mapped)
+            offers, offered = self._offer(mapped)
         else:
             copied.append(filled)
             num_admitted += self._replace(room - len(filled), mapped)
@@ -197,6 +197,7 @@ class ResidencyPolicy:
             num_admitted=num_admitted,
             bar_keys=_taken(self._pending_bar),
             offers=offers,
+            offered_slots=offered,
         )
 
     def shrink(self, num_slots: int) -> None:
@@ -323,10 +324,10 @@ class ResidencyPolicy:
         self._pending_unmap.append(keys[~stays])
         self._remember(keys[~stays])
 
-    def _offer(self, just_mapped: Ints) -> Offers:
-        """Offer free slots, then those of the coldest experts, as many as are to be open.
+    def _offer(self, just_mapped: Ints) -> tuple[Offers, Ints]:
+        """Offer free slots, then those of the coldest experts, until as many are open as should be.
 
-        just_mapped: as for _replace.
+        just_mapped: as for _replace. Gives all offers, and the slots of the new ones.
         """
         most = min(self.params.num_offers, max(1, self.capacity // 16), self.capacity)
         missing = max(0, most - self._book.num_open)
@@ -350,7 +351,7 @@ class ResidencyPolicy:
         self._slot_key[offered] = NONE
         self._state[offered] = SlotState.OFFERED
         self._book.add(offered)
-        return self._book.published(int(least * HEAT_ONE))
+        return self._book.published(int(least * HEAT_ONE)), offered
 
     def _replace(self, room: int, just_mapped: Ints) -> int:
         """Let misses of second touch, hottest first, take the slots of victims; return how many did.

@@ -25,6 +25,7 @@ class ResidencyUpdate:
     admissions decided now, whose copies start now (free slots) or with the next update (victims); they are
     what the copy budget pays for. bar_keys: entries that may not take an offer, behind the unmapping and
     before the mapping: see change(). offers: what the next step may take, None where there are none.
+    offered_slots: those that it may take and the running step may not.
     """
 
     unmap_keys: Ints
@@ -35,6 +36,7 @@ class ResidencyUpdate:
     num_admitted: int = 0
     bar_keys: Ints = field(default_factory=_no_keys)
     offers: Offers | None = None
+    offered_slots: Ints = field(default_factory=_no_keys)
 
     def change(self, entries: Ints) -> None:
         """Change a residency table in place, int32 (num_keys,), as a device must, behind the running step.

@@ -20,6 +20,7 @@ class Counts:
     num_loans: int = 0
     num_picks: int = 0
     num_hit_picks: int = 0
+    num_kept: int = 0
 
     @property
     def hit_share(self) -> float | None:

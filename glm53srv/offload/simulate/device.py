@@ -200,6 +200,7 @@ class SimulatedDevice:
         for update in self._waiting:
             update.change(self._true_table.reshape(-1))
             self._offers = update.offers
+            self.scribble(update.offered_slots)
         self._waiting.clear()
 
     def _fill(self, keys: NDArray[np.integer], slots: NDArray[np.integer]) -> None:

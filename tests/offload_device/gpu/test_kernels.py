@@ -14,6 +14,8 @@ from glm53srv.offload.device.gpu.launch import MailRing, make_landing
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.device.mailbox import DONE, Mailbox, MailboxShape
 from glm53srv.offload.device.region import Region
+from glm53srv.offload.offers import ABSENT
+from glm53srv.offload.residency_update import ResidencyUpdate
 
 RECORD = 36_864
 
@@ -26,16 +28,18 @@ def int32(values: np.ndarray) -> torch.Tensor:
 def test_updates_equal_those_of_the_rule(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layers, experts = int(rng.integers(1, 8)), int(rng.integers(1, 300))
-    table = rng.integers(-1, 50, (layers, experts)).astype(np.int32)
-    keys = rng.permutation(layers * experts)
+    table = rng.integers(-2, 50, (layers, experts)).astype(np.int32)
+    table[rng.random(table.shape) < 0.4] = ABSENT
+    keys = rng.permutation(layers * experts).astype(np.int32)
     num_unmap, num_map = (int(count) for count in rng.integers(0, min(len(keys) // 2, 300) + 1, 2))
     unmap, mapped = keys[:num_unmap], keys[num_unmap : num_unmap + num_map]
-    slots = rng.integers(0, 1000, len(mapped))
+    slots = rng.integers(0, 1000, len(mapped), np.int32)
+    bar = rng.permutation(keys)[: int(rng.integers(0, 300))]
+    none = np.empty(0, np.int32)
     expected = table.copy()
-    expected.reshape(-1)[unmap] = -1
-    expected.reshape(-1)[mapped] = slots
+    ResidencyUpdate(unmap, mapped, slots, none, none, bar_keys=bar).change(expected.reshape(-1))
     changed = torch.from_numpy(table)
-    launch_update(changed, int32(unmap), int32(mapped), int32(slots))
+    launch_update(changed, int32(unmap), int32(bar), int32(mapped), int32(slots))
     np.testing.assert_array_equal(changed.numpy(), expected)
 
 
@@ -43,6 +47,7 @@ def test_an_update_of_two_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match="2 keys for 1 slots"):
         launch_update(
             torch.zeros(4, dtype=torch.int32),
+            int32(np.array([])),
             int32(np.array([])),
             int32(np.array([0, 1])),
             int32(np.array([3])),

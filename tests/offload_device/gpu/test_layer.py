@@ -19,6 +19,7 @@ from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
 from glm53srv.offload.device.region import Region
+from glm53srv.offload.offers import RING_SLOTS, Offers
 
 HIDDEN, TOP_K, NUM_SLOTS, LIMIT = 256, 4, 10, 10.0
 TOLERANCE = 2e-6
@@ -41,6 +42,7 @@ class Card:
             down_table=torch.zeros(experts, dtype=torch.int64),
             log_picks=torch.zeros(16, dtype=torch.int32),
             log_lanes=torch.zeros(16, dtype=torch.int8),
+            log_kept=torch.zeros(16, dtype=torch.int32),
             counts=torch.zeros(3, dtype=torch.int32),
         )
 
@@ -54,7 +56,8 @@ class Card:
         copies.count.fill_(len(experts))
         launch_gather(copies, self.arena.layout.record_bytes)
         slots = torch.arange(len(experts), dtype=torch.int32)
-        launch_update(self.table, torch.zeros(0, dtype=torch.int32), torch.from_numpy(keys), slots)
+        none = torch.zeros(0, dtype=torch.int32)
+        launch_update(self.table, none, none, torch.from_numpy(keys), slots)
 
     def pointed(self) -> ExpertTable:
         """Make a table for the kernels out of the pointer tables, as far as they were written."""
@@ -76,7 +79,12 @@ def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int, num_landing:
     rng = np.random.default_rng(seed)
     layer, rows = int(rng.integers(arena.geometry.num_layers)), int(rng.integers(1, 5))
     card = Card(arena, layer)
-    card.admit(rng.permutation(arena.geometry.num_experts)[: int(rng.integers(0, NUM_SLOTS + 1))])
+    num_slots = int(rng.integers(0, NUM_SLOTS + 1))
+    card.admit(rng.permutation(arena.geometry.num_experts)[:num_slots])
+    ring_slots = np.full(RING_SLOTS, -1, np.int32)
+    ring_slots[: NUM_SLOTS - num_slots] = np.arange(num_slots, NUM_SLOTS)
+    offers = Offers(0, 0, int(rng.integers(0, NUM_SLOTS - num_slots + 1)), ring_slots)
+    head = torch.zeros(1, dtype=torch.int32)
     mailbox = Mailbox(MailboxShape(4, TOP_K, HIDDEN, num_cells=2))
     pool_of_experts = rng.permutation(arena.geometry.num_experts)[:9]
     picks = np.stack([rng.permutation(pool_of_experts)[:TOP_K] for _ in range(rows)]).astype(np.int64)
@@ -91,6 +99,8 @@ def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int, num_landing:
         heat=torch.from_numpy(heat),
         cpu_count=torch.from_numpy(cpu_count_table(CostModel(0.0, 0.4, 0.4, 0.03), 32, "fast")),
         slot_addresses=card.slot_addresses,
+        offers=torch.from_numpy(offers.words()),
+        offer_head=head,
         home=arena.address(layer, 0),
         layer=layer,
         record_bytes=arena.layout.record_bytes,
@@ -118,3 +128,8 @@ def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int, num_landing:
     error = np.linalg.norm(total.numpy() - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE
     assert int(card.outputs.counts.sum()) == len(np.unique(picks))
+    assert int(head) == min(offers.tail, num_landing, int(card.outputs.counts[1]))
+    for expert in np.flatnonzero(card.table[layer].numpy() >= 0):  # each slot holds its expert, whole
+        slot = int(card.table[layer, expert])
+        record = card.memory.array()[slot * arena.layout.record_bytes :][: arena.layout.record_bytes]
+        np.testing.assert_array_equal(record, arena.records[layer * arena.geometry.num_experts + expert])

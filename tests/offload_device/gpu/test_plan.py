@@ -19,6 +19,7 @@ from glm53srv.offload.device.gpu.launch import (
 )
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.mailbox import LAYER, PICKS, POSTED, Mailbox, MailboxShape
+from glm53srv.offload.offers import BARRED, RING_SLOTS, Keeping, Offers, keep_picks, wrapped
 from glm53srv.offload.split import Lane, Split, split_picks
 
 HIDDEN, RECORD, UP, DOWN, HOME, LANDING = 256, 36_864, 12_288, 24_576, 0x7000_0000_0000, 0x6000_0000_0000
@@ -39,6 +40,8 @@ class Case:
     cpu_count: np.ndarray
     slot_addresses: np.ndarray
     num_landing: int
+    offers: Offers
+    head: int
 
     @property
     def num_picks(self) -> int:
@@ -47,6 +50,11 @@ class Case:
     def split(self) -> Split:
         picks = self.picks.reshape(1, -1)
         return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count)
+
+    def keeping(self) -> Keeping:
+        """What the rule of offers says."""
+        picks, slots, heat = self.picks.reshape(1, -1), self.slots[None], self.heat[None]
+        return keep_picks(picks, self.split(), slots, heat, self.offers, self.head, self.num_landing)
 
     def inputs(self) -> PlanInputs:
         def copy(array: np.ndarray) -> torch.Tensor:
@@ -60,6 +68,8 @@ class Case:
             heat=copy(self.heat),
             cpu_count=copy(self.cpu_count),
             slot_addresses=copy(self.slot_addresses),
+            offers=torch.from_numpy(self.offers.words()),
+            offer_head=torch.full((1,), self.head, dtype=torch.int32),
             home=HOME,
             layer=self.layer,
             record_bytes=RECORD,
@@ -75,6 +85,7 @@ class Case:
             down_table=torch.full((experts,), 7, dtype=torch.int64),
             log_picks=torch.full((self.num_picks,), 99, dtype=torch.int32),
             log_lanes=torch.full((self.num_picks,), 99, dtype=torch.int8),
+            log_kept=torch.full((self.num_picks,), 99, dtype=torch.int32),
             counts=torch.full((3,), 99, dtype=torch.int32),
         )
 
@@ -95,6 +106,7 @@ def random_case(rng: np.random.Generator) -> Case:
     slots = np.where(
         rng.random(num_experts) < rng.random(), rng.integers(0, num_slots, num_experts), -1
     ).astype(np.int32)
+    slots[(slots < 0) & (rng.random(num_experts) < 0.3)] = BARRED
     heat = rng.integers(0, rng.choice([2, 5, 2**31 - 1]), num_experts).astype(np.int32)  # ties are common
     costs = CostModel(*rng.uniform(0.01, 1.0, 4).tolist())
     mode = rng.choice(["fast", "fast", "fast", "exact"])
@@ -110,12 +122,29 @@ def random_case(rng: np.random.Generator) -> Case:
         cpu_count_table(costs, 4 * 8, mode),
         rng.integers(2**40, 2**46, num_slots).astype(np.int64) * 256,
         int(rng.integers(0, 6)),
+        *random_offers(rng, num_slots, heat),
     )
 
 
-def check_case(case: Case, outputs: PlanOutputs, landing: Landing, weights: torch.Tensor) -> Split:
-    """Compare everything but the mailbox with the rule."""
-    split = case.split()
+def random_offers(rng: np.random.Generator, num_slots: int, heat: np.ndarray) -> tuple[Offers, int]:
+    """Offers of which some may be taken, and the number that the device has come to; about to wrap around."""
+    head, num_open = int(rng.integers(2**31 - 3, 2**31 + 3)), int(rng.integers(0, 5))
+    first = head + int(rng.integers(-5, 4))  # behind it: all open offers but the newest were withdrawn
+    ring = rng.integers(0, num_slots, RING_SLOTS).astype(np.int32)
+    threshold = int(rng.choice(heat)) if rng.random() < 0.5 else 0
+    tail = max(first, head) + num_open
+    return Offers(threshold, wrapped(first), wrapped(tail), ring), wrapped(head)
+
+
+def check_case(case: Case, inputs: PlanInputs, outputs: PlanOutputs, landing: Landing) -> Split:
+    """Compare everything but the mailbox with the rules."""
+    split, keeping, weights = case.split(), case.keeping(), inputs.weights
+    kept = keeping.slots[0]
+    np.testing.assert_array_equal(outputs.log_kept.numpy(), kept)
+    assert int(inputs.offer_head) == keeping.head
+    entries = case.slots.copy()
+    entries[case.picks.reshape(-1)[kept >= 0]] = kept[kept >= 0]
+    np.testing.assert_array_equal(inputs.slots.numpy(), entries)
     lanes = split.lanes[0]
     flat = case.picks.reshape(-1)
     np.testing.assert_array_equal(outputs.log_picks.numpy(), flat)
@@ -130,14 +159,18 @@ def check_case(case: Case, outputs: PlanOutputs, landing: Landing, weights: torc
     count = int(landing.count)
     assert count == len(landed)
     assert landing.sources[:count].tolist() == [HOME + expert * RECORD for expert in landed]
-    assert landing.targets[:count].tolist() == [LANDING + index * RECORD for index in range(count)]
+    targets = {expert: LANDING + index * RECORD for index, expert in enumerate(landed)}
+    targets |= {
+        int(flat[place]): int(case.slot_addresses[kept[place]]) for place in np.flatnonzero(kept >= 0)
+    }
+    assert landing.targets[:count].tolist() == [targets[expert] for expert in landed]
     assert (landing.sources[count:] == 7).all()
     expected = np.full(len(case.slots), 7, np.int64)
     for expert in np.unique(flat[flat >= 0]):
         slot = case.slots[expert]
         expected[expert] = case.slot_addresses[slot] if slot >= 0 else HOME + expert * RECORD
         if expert in landed:
-            expected[expert] = LANDING + landed.index(expert) * RECORD
+            expected[expert] = targets[expert]
     np.testing.assert_array_equal(outputs.gate_table.numpy(), expected)
     np.testing.assert_array_equal(outputs.up_table.numpy(), np.where(expected == 7, 7, expected + UP))
     np.testing.assert_array_equal(outputs.down_table.numpy(), np.where(expected == 7, 7, expected + DOWN))
@@ -169,16 +202,18 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
     rng = np.random.default_rng(seed)
     mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=2**32 - 100))
     ring = make_ring(mailbox, "cpu")
-    num_on_cpu = 0
+    num_on_cpu = num_kept = 0
     for number in range(400):
         case, seq = random_case(rng), (2**32 - 100 + number) % 2**32
         inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
         ring.first_seq.fill_(int32_bits(seq - case.layer))
         launch_plan(inputs, outputs, landing, ring)
-        split = check_case(case, outputs, landing, inputs.weights)
+        split = check_case(case, inputs, outputs, landing)
         check_mail(case, mailbox, seq, split)
         num_on_cpu += int(split.num_cpu[0])
+        num_kept += int((outputs.log_kept >= 0).sum())
     assert num_on_cpu > 200
+    assert num_kept > 50
 
 
 def test_exact_mode_needs_no_mailbox() -> None:
@@ -188,7 +223,7 @@ def test_exact_mode_needs_no_mailbox() -> None:
         case.cpu_count[:] = 0
         inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
         launch_plan(inputs, outputs, landing, None)
-        check_case(case, outputs, landing, inputs.weights)
+        check_case(case, inputs, outputs, landing)
 
 
 def test_a_table_too_small_for_the_picks_is_refused() -> None:
@@ -205,7 +240,7 @@ def test_pointing_fills_the_whole_table(num_experts: int) -> None:
     addresses = rng.integers(2**40, 2**46, 20).astype(np.int64) * 256
     gate, up, down = (torch.zeros(num_experts, dtype=torch.int64) for _ in range(3))
     unused = torch.zeros(1, dtype=torch.int32)
-    outputs = PlanOutputs(gate, up, down, unused, unused, unused)
+    outputs = PlanOutputs(gate, up, down, unused, unused, unused, unused)
     launch_point(torch.from_numpy(slots), torch.from_numpy(addresses), outputs, HOME, (RECORD, UP, DOWN))
     expected = np.where(slots >= 0, addresses[slots], HOME + np.arange(num_experts) * RECORD)
     for table, offset in zip((gate, up, down), (0, UP, DOWN), strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.device.staged_chunk import StagedChunk
 from glm53srv.offload.elastic import ElasticLoan, LoanParams, loan_slots
+from glm53srv.offload.offers import NUM_WORDS
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy, SlotState
 from glm53srv.offload.residency_update import ResidencyUpdate
@@ -101,7 +102,8 @@ class GpuOffload:
         geometry, device = arena.geometry, memory.alias.device
         self.arena = arena
         self.plan = plan
-        self.policy = ResidencyPolicy(geometry, plan.num_slots, options.residency)
+        residency = options.residency if plan.landing else replace(options.residency, num_offers=0)
+        self.policy = ResidencyPolicy(geometry, plan.num_slots, residency)
         self.store = GpuSlots(arena, plan.num_slots, plan.chunk_slots, device, poisons=poisons)
         self.lane = lane
         self.prefill_lane = prefill_lane
@@ -122,10 +124,13 @@ class GpuOffload:
         self._reader = HostReader()
         self._rows = 0
         width, layers = max_rows * geometry.top_k, geometry.num_layers
-        self._log = torch.full((layers, width), -1, dtype=torch.int32, device=device)
+        self._log = torch.full((2, layers, width), -1, dtype=torch.int32, device=device)  # picks, kept
         self._lanes = torch.zeros((layers, width), dtype=torch.int8, device=device)
         self._counts = torch.zeros((layers, 3), dtype=torch.int32, device=device)
-        self._heat = torch.zeros((layers, geometry.num_experts), dtype=torch.int32, device=device)
+        # Heat and offers change together, in one piece.
+        self._words = torch.zeros(geometry.num_keys + NUM_WORDS, dtype=torch.int32, device=device)
+        self._heat, self._offers = self._words[: geometry.num_keys], self._words[geometry.num_keys :]
+        self._offer_head = torch.zeros(1, dtype=torch.int32, device=device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
         buffers = (min(plan.landing, width), arena.layout.record_bytes)
         self._landing_bytes = torch.zeros(buffers, dtype=torch.uint8, device=device)
@@ -136,7 +141,7 @@ class GpuOffload:
         self._report: OffloadReport | None = None
         # Slices made once: a step asks for each of them, and making one costs a microsecond of the host.
         self._slot_rows = [self.store.device_table[layer] for layer in range(layers)]
-        self._heat_rows = [self._heat[layer] for layer in range(layers)]
+        self._heat_rows = list(self._heat.view(layers, geometry.num_experts))
         self._count_rows = [self._counts[layer] for layer in range(layers)]
         self._outputs = [
             [self._make_outputs(layer, rows * geometry.top_k) for layer in range(layers)]
@@ -168,7 +173,6 @@ class GpuOffload:
         history = self._heat_keeper.load()
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
-            self._send_heat()
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._ledger)
         logger.info("offload slots=%d experts=%d", self.plan.num_slots, geometry.num_keys)
@@ -183,6 +187,10 @@ class GpuOffload:
         )
         loan = loan_slots(plan, geometry.expert_bytes, num_tokens, is_staged, self._loan_params)
         shrink = self._loan.begin(loan).shrink
+        if shrink:  # with the last step's log read, since no step follows whose end would read it
+            log = self._logs.take_last()
+            if log is not None:
+                self._learn(log)
         self.policy.shrink(shrink)
         if shrink:
             self.counts.num_loans += 1
@@ -267,14 +275,12 @@ class GpuOffload:
         update = self.policy.advance(self.store.take_landed(), granted if fixed is None else fixed)
         if fixed is None:
             ledger.spend(update.num_admitted)
-        self.store.apply(update)
+        self._apply(update)
         self.counts.num_copies += len(update.copy_keys)
         self.counts.num_steps += 1
         ledger.end_step()
         if self.lane is not None:
             self._send_cost_table(ledger)
-            if log is not None:
-                self._send_heat()
         self._report = self._describe(ledger)
 
     def finish_decode(self) -> None:
@@ -319,6 +325,8 @@ class GpuOffload:
             heat=self._heat_rows[layer],
             cpu_count=self._cpu_count,
             slot_addresses=self.store.addresses,
+            offers=self._offers,
+            offer_head=self._offer_head,
             home=self.home(layer),
             layer=layer,
             record_bytes=layout.record_bytes,
@@ -368,15 +376,17 @@ class GpuOffload:
             tables.gate,
             tables.up,
             tables.down,
-            self._log[layer, :width],
+            self._log[0, layer, :width],
             self._lanes[layer, :width],
+            self._log[1, layer, :width],
             self._counts[layer],
         )
 
     def _learn(self, log: StepLog) -> None:
         counts = self.counts
         self.last_picks = log.picks
-        self.policy.observe(log.picks)
+        self.policy.observe(log.picks, log.kept)
+        counts.num_kept += int((log.kept >= 0).sum())
         self._heat_keeper.end_step(self.policy.history)
         counts.num_vram += int(log.counts[:, 0].sum())
         counts.num_link += int(log.counts[:, 1].sum())
@@ -384,8 +394,15 @@ class GpuOffload:
         counts.num_picks += int((log.picks >= 0).sum())
         counts.num_hit_picks += int((log.lanes == Lane.VRAM).sum())
 
-    def _execute(self, update: ResidencyUpdate) -> NDArray[np.int32]:
+    def _apply(self, update: ResidencyUpdate) -> None:
+        """Enqueue what the next step will read: table, heat, offers; and issue the copies."""
         self.store.apply(update)
+        if self.lane is not None or update.offers is not None:
+            offers = np.zeros(NUM_WORDS, np.int32) if update.offers is None else update.offers.words()
+            self._reader.send(np.concatenate([self.policy.heat_table().reshape(-1), offers]), self._words)
+
+    def _execute(self, update: ResidencyUpdate) -> NDArray[np.int32]:
+        self._apply(update)
         self.store.drain()
         return self.store.take_landed()
 
@@ -396,11 +413,8 @@ class GpuOffload:
             if self._loan.poll(self.policy.is_lent):
                 return
             self.store.drain()
-            self.store.apply(self.policy.advance(self.store.take_landed(), 0))
+            self._apply(self.policy.advance(self.store.take_landed(), 0))
         raise EngineError("slots called for a prefill were not lent: residency is stuck")
-
-    def _send_heat(self) -> None:
-        self._reader.send(self.policy.heat_table(), self._heat)
 
     def _send_cost_table(self, ledger: CostLedger) -> None:
         """Send the split's table if it was remade."""

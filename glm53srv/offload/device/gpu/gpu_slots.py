@@ -33,8 +33,8 @@ class GpuSlots:
     """Owns slot memory, table and copy stream (a slot_memory.SlotMemory). Engine thread only.
 
     table: int32 (layers, experts) on the host, as the next step will read it. device_table: the same on the
-    device, as of the point in the main stream where the last `apply` was called. addresses: int64 (slots,) on
-    the device, 0 for a slot whose memory is lent.
+    device, as of the point in the main stream where the last `apply` was called, and with what steps have
+    kept since. addresses: int64 (slots,) on the device, 0 for a slot whose memory is lent.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class GpuSlots:
         flat = self.table.reshape(-1)
         flat[update.unmap_keys] = -1
         flat[update.map_keys] = update.map_slots
-        parts = [update.unmap_keys, update.map_keys, update.map_slots]
-        if len(parts[0]) or len(parts[1]):
+        parts = [update.unmap_keys, update.bar_keys, update.map_keys, update.map_slots]
+        if any(map(len, parts)):
             launch_update(self.device_table, *self._pin(parts))
+        self.scribble(update.offered_slots)  # behind the running step, as what takes them will be
         if len(update.copy_keys):
             keys, slots = update.copy_keys.tolist(), update.copy_slots.tolist()
             self._flying.append((self._copy(keys, slots), slots))

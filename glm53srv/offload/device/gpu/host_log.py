@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """A step's routing log: picks int32, lanes int8 (layers, picks), counts int32 (layers, 3).
+    """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, 3).
 
     Views of pinned memory, valid until the next but one swap.
     """
 
     picks: NDArray[np.int32]
+    kept: NDArray[np.int32]
     lanes: NDArray[np.int8]
     counts: NDArray[np.int32]
 
@@ -24,8 +25,9 @@ class StepLog:
 class HostLogs:
     """Two pinned copies of the device's log: one travels while the other is read. Engine thread only."""
 
-    def __init__(self, picks: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor) -> None:
-        self._sources = (picks, lanes, counts)
+    def __init__(self, words: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor) -> None:
+        """words: int32 (2, layers, picks), the picks and what was kept of them."""
+        self._sources = (words, lanes, counts)
         self._buffers = [
             tuple(torch.empty(source.shape, dtype=source.dtype).pin_memory() for source in self._sources)
             for _ in range(2)
@@ -45,9 +47,17 @@ class HostLogs:
         self._events[now].record()
         self._widths[now] = width
         self._parity = before
-        used = self._widths[before]
+        return self._read(before)
+
+    def take_last(self) -> StepLog | None:
+        """Wait for the newest step and give its log; None if it was given already."""
+        return self._read(1 - self._parity)
+
+    def _read(self, index: int) -> StepLog | None:
+        used, self._widths[index] = self._widths[index], 0
         if not used:
             return None
-        self._events[before].synchronize()
-        picks, lanes, counts = self._buffers[before]
-        return StepLog(picks[:, :used].numpy(), lanes[:, :used].numpy(), counts.numpy())
+        self._events[index].synchronize()
+        words, lanes, counts = self._buffers[index]
+        picks, kept = words[:, :, :used].numpy()
+        return StepLog(picks, kept, lanes[:, :used].numpy(), counts.numpy())

@@ -14,8 +14,9 @@ class PlanInputs:
     picks: int64 (rows, top_k), the router's, -1 for none. weights: float16 (rows, top_k), changed in place.
     x: float16 (rows, hidden), the experts' input. slots, heat: int32 (experts,), the layer's rows of the
     residency and heat tables. cpu_count: int32 (side, side), see cost.cpu_count_table. slot_addresses: int64
-    (num_slots,), the device address of each slot. home: device address of the layer's first record. layer:
-    counted over sparse layers.
+    (num_slots,), the device address of each slot. offers: int32 (offers.NUM_WORDS,), offer_head: int32 (1,):
+    what may be kept, see offers.py; slots and offer_head are changed. home: device address of the layer's
+    first record. layer: counted over sparse layers.
     """
 
     picks: torch.Tensor
@@ -25,6 +26,8 @@ class PlanInputs:
     heat: torch.Tensor
     cpu_count: torch.Tensor
     slot_addresses: torch.Tensor
+    offers: torch.Tensor
+    offer_head: torch.Tensor
     home: int
     layer: int
     record_bytes: int
@@ -37,7 +40,8 @@ class PlanOutputs:
     """What it writes. gate_table, up_table, down_table: int64 (experts,), the pointer tables of the trellis.
 
     log_picks: int32 (rows * top_k,), log_lanes: int8 likewise: the layer's part of the routing log, which
-    may lie in mapped memory. counts: int32 (3,): experts in VRAM, over the link, on the CPU.
+    may lie in mapped memory. log_kept: int32 likewise, the slots that were taken, else -1. counts: int32
+    (3,): experts in VRAM, over the link, on the CPU.
     """
 
     gate_table: torch.Tensor
@@ -45,6 +49,7 @@ class PlanOutputs:
     down_table: torch.Tensor
     log_picks: torch.Tensor
     log_lanes: torch.Tensor
+    log_kept: torch.Tensor
     counts: torch.Tensor
 
 

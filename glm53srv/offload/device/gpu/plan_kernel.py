@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm53srv.offload import offers as offers_rule
 from glm53srv.offload.device.gpu.launch import Landing, MailRing, PlanInputs, PlanOutputs, power_of_two
 
 LANE_VRAM = tl.constexpr(1)
@@ -22,6 +23,16 @@ POSTED_WORD, LAYER_WORD, ROWS_WORD = tl.constexpr(0), tl.constexpr(32), tl.const
 NUM_PICKS_WORD, X_KIND_WORD, PICKS_WORD = tl.constexpr(34), tl.constexpr(35), tl.constexpr(64)
 X_F16 = tl.constexpr(1)
 """Places in a mailbox cell, in words of 4 bytes."""
+
+THRESHOLD_WORD, FIRST_WORD, TAIL_WORD, RING_WORD = (
+    tl.constexpr(0),
+    tl.constexpr(1),
+    tl.constexpr(2),
+    tl.constexpr(3),
+)
+RING_SLOTS = tl.constexpr(offers_rule.RING_SLOTS)
+ABSENT = tl.constexpr(offers_rule.ABSENT)
+"""Places in the words of offers.Offers, and values of that rule."""
 
 COPY_ITEMS = tl.constexpr(2048)
 
@@ -46,6 +57,9 @@ def plan_layer(
     gather_sources,
     gather_targets,
     gather_count,
+    offers,
+    offer_head,
+    log_kept,
     first_seq,
     fence,
     home,
@@ -86,7 +100,8 @@ def plan_layer(
     num_cpu = tl.load(cpu_count + num_hits * side + num_misses)
 
     # One sortable number per pick: heat above, expert below, as in the rule.
-    order = (tl.load(heat + known, mask=present, other=0).to(tl.int64) << 20) | known.to(tl.int64)
+    warmth = tl.load(heat + known, mask=present, other=0)
+    order = (warmth.to(tl.int64) << 20) | known.to(tl.int64)
     is_colder = is_miss[None, :] & (order[None, :] < order[:, None])
     rank = tl.sum(is_colder.to(tl.int32), axis=1)
     lane = tl.where(is_miss, tl.where(rank < num_cpu, LANE_CPU, LANE_LINK), 0)
@@ -106,12 +121,29 @@ def plan_layer(
     buffer = tl.sum(is_before.to(tl.int32), axis=1)
     lands = is_link & (buffer < num_landing)
     at_home = home + known.to(tl.int64) * record_bytes
-    landed = landing + buffer.to(tl.int64) * record_bytes
+
+    # What is worth a slot of the cache lands in one that the host has offered, and stays: offers.py.
+    head = tl.load(offer_head)
+    first_offer = tl.load(offers + FIRST_WORD)
+    head = tl.where(first_offer - head > 0, first_offer, head)
+    is_wanted = lands & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
+    is_before = is_wanted[None, :] & (place[None, :] < place[:, None])
+    ordinal = tl.sum(is_before.to(tl.int32), axis=1)
+    takes = is_wanted & (ordinal < tl.load(offers + TAIL_WORD) - head)
+    kept = tl.load(offers + RING_WORD + ((head + ordinal) & (RING_SLOTS - 1)), mask=takes, other=-1)
+    head += tl.sum(takes.to(tl.int32), axis=0)
+    # Every warp has its own copy of what was loaded: none may change it before all have read it.
+    tl.debug_barrier()
+    tl.store(offer_head, head)
+    tl.store(slots + known, kept, mask=takes)
+    tl.store(log_kept + place, kept, mask=in_range)
+
+    in_slot = tl.load(slot_addresses + tl.where(takes, kept, slot), mask=is_hit | takes, other=0)
+    landed = tl.where(takes, in_slot, landing + buffer.to(tl.int64) * record_bytes)
     tl.store(gather_sources + buffer, at_home, mask=lands)
     tl.store(gather_targets + buffer, landed, mask=lands)
     tl.store(gather_count, tl.sum(lands.to(tl.int32), axis=0))
 
-    in_slot = tl.load(slot_addresses + slot, mask=is_hit, other=0)
     address = tl.where(is_hit, in_slot, tl.where(lands, landed, at_home))
     tl.store(gate_table + known, address, mask=standing)
     tl.store(up_table + known, address + up_offset, mask=standing)
@@ -152,9 +184,10 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
     outputs: log_picks, log_lanes and counts are written whole, the pointer tables only where picked; other
     entries may be stale, so a decode kernel may read picked experts alone. landing: experts over the link
     are pointed to there, as many as it holds, and its lists say what must be copied before they are read:
-    launch_gather. ring: where the CPU's jobs go,
-    that of this layer as number first_seq + layer, whose cell must be free. None sends nothing: cpu_count
-    must then be all zeros (exact mode).
+    launch_gather. Those of them that take an offer are pointed to its slot instead, and inputs.slots and
+    inputs.offer_head are changed by the rule of offers.py. ring: where the CPU's jobs go, that of this layer
+    as number first_seq + layer, whose cell must be free. None sends nothing: cpu_count must then be all zeros
+    (exact mode).
     """
     rows, top_k = inputs.picks.shape
     side = inputs.cpu_count.shape[1]
@@ -177,6 +210,9 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         landing.sources,
         landing.targets,
         landing.count,
+        inputs.offers,
+        inputs.offer_head,
+        outputs.log_kept,
         outputs.counts if ring is None else ring.first_seq,
         outputs.counts if ring is None else ring.fence,
         inputs.home,
