@@ -25,7 +25,7 @@ from bench.reference_policy import InStepClock
 from bench.synth_routes import load_routes, pick_counts
 from glm53srv.bench_model.routes import Routes, generate, route_model
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
-from glm53srv.offload.cost import ZERO_COPY_MS, CostModel, CostOverrides, cpu_count_table
+from glm53srv.offload.cost import ZERO_COPY_MS, CostModel, CostOverrides, Mode, cpu_count_table
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_params import ResidencyParams
@@ -61,7 +61,7 @@ class Case:
     """One line of the output: a policy on a machine.
 
     split_counts_vram: the split rule knows that hits take time on the GPU lane. believed_zero_copy_ms: what
-    the split rule takes a read in place to cost, None for the truth.
+    the split rule takes a read in place to cost, None for the truth. mode: of the split under "ours".
     """
 
     label: str
@@ -71,6 +71,7 @@ class Case:
     link_share: float = 0.25
     split_counts_vram: bool = True
     believed_zero_copy_ms: float | None = None
+    mode: Mode = "fast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def _replay_ours(
     device = SimulatedDevice(geometry, profile.num_slots, timer)
     copy_ms = geometry.expert_bytes / (profile.copy_gb_s * 1e6)
     budget = CopyBudget(CopyBudgetParams(link_share=case.link_share, copy_ms=copy_ms))
-    table = cpu_count_table(_split_costs(case, geometry), picks.shape[2], "fast")
+    table = cpu_count_table(_split_costs(case, geometry), picks.shape[2], case.mode)
     loop = OffloadReplay(policy, device, budget, table)
     loop.fill()
     done = [loop.step(row, picks.shape[2] // geometry.top_k) for row in picks]
@@ -319,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--routes", type=Path, nargs="+", help="recorded traces (tokens, layers, top_k), .npy"
     )
+    parser.add_argument("--mode", choices=("fast", "exact"), default="fast", help="of our policy's split")
     parser.add_argument("--slots", type=int, help="experts in VRAM instead of the profile's number")
     parser.add_argument("--link-share", type=float, default=0.25, help="part of the link for admissions")
     parser.add_argument("--touch-window", type=int, default=SHIPPED.touch_window_steps, help="steps")
@@ -346,7 +348,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_offers=args.offers,
         offer_heat_gain=args.offer_heat_gain,
     )
-    case = Case(f"{args.policy}, {profile.name}", args.policy, profile, params, args.link_share)
+    case = Case(
+        f"{args.policy}, {profile.name}", args.policy, profile, params, args.link_share, mode=args.mode
+    )
     print_head()
     for count in args.streams:
         if count in profile.fixed_ms and count <= len(traces.streams):

@@ -35,6 +35,7 @@ from glm53srv.machine import GIB, MachineFacts
 from glm53srv.offload.calibrate import describe
 from glm53srv.offload.device.cpus import choose_cpus
 from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.vram_plan import VramOptions, explain
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
     offload = OffloadOptions(
         mode=options.mode,
         vram=VramOptions(max_slots=options.max_slots, landing=options.landing),
+        residency=ResidencyParams(num_offers=options.offers),
         crew_threads=threads,
         crew_cpus=cpus,
         cpu_prefill_tokens=options.ct_prefill,

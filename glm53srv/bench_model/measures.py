@@ -54,6 +54,7 @@ def measure_decode(
         "link_experts": spent["num_link"] / steps,
         "cpu_experts": spent["num_cpu"] / steps,
         "copies": spent["num_copies"] / steps,
+        "kept": spent["num_kept"] / steps,
     }
 
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from glm53srv.errors import ConfigError
 from glm53srv.offload.cost import Mode
+from glm53srv.offload.offers import NUM_OFFERS, RING_SLOTS
 
 DESCRIPTION = """\
 Measure the CUDA engine at the published model's dimensions on random weights, within a share of the card.
@@ -32,6 +33,7 @@ class BenchOptions:
     chunk_tokens: int
     max_slots: int | None
     landing: int
+    offers: int
     cpus: str
     threads: int | None
     streams: tuple[int, ...]
@@ -73,6 +75,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--landing", type=count, default=16, help="buffers for experts of the link; 0: read in place"
     )
+    parser.add_argument(
+        "--offers",
+        type=_whole(0, RING_SLOTS),
+        default=NUM_OFFERS,
+        help="slots offered to experts of the link; 0: admissions by copies alone",
+    )
     parser.add_argument("--cpus", default="auto", help="CPUs of the expert workers, as --ct-cpus of serve")
     parser.add_argument("--threads", type=positive, help="expert workers; one per CPU by default")
     parser.add_argument("--streams", type=_whole(1, 4), nargs="*", default=[1, 2, 4])
@@ -108,6 +116,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         chunk_tokens=given.chunk,
         max_slots=given.max_slots,
         landing=given.landing,
+        offers=given.offers,
         cpus=given.cpus,
         threads=given.threads,
         streams=tuple(given.streams),

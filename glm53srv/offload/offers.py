@@ -98,6 +98,11 @@ def keep_picks(
     return Keeping(slots.reshape(picks.shape), wrapped(head + len(place)))
 
 
+NUM_OFFERS = 24
+"""Offers that are open at once: a step keeps 7 to 11 experts, and the host is two steps behind. In replays of
+one to four streams 16 are too few and 32 lie idle (docs/offload.md)."""
+
+
 class OfferBook:
     """The host's list of what it has offered. Owned by residency.ResidencyPolicy.
 

@@ -122,6 +122,21 @@ def largest_difference(actual: list[Stream], expected: list[Stream]) -> float:
     return worst
 
 
+def test_results_equal_those_in_place_while_experts_take_offers(
+    random_model_dir: Path, plain: Driver
+) -> None:
+    offers = replace(CHURN, num_offers=6, offer_heat_gain=0.0)
+    machine = build(random_model_dir, replace(OPTIONS, residency=offers))
+    actual = play(machine.driver)
+    assert largest_difference(actual, play(plain)) < LOGPROB_TOLERANCE
+    counts = machine.offload.counts
+    assert counts.num_kept > 50
+    assert counts.num_copies > 10  # what loans had displaced
+    assert counts.num_loans >= 3
+    machine.offload.policy.check_integrity()
+    machine.engine.close()
+
+
 def test_results_equal_those_in_place_on_every_lane(machine: Machine, plain: Driver) -> None:
     actual = play(machine.driver)
     assert largest_difference(actual, play(plain)) < LOGPROB_TOLERANCE

@@ -6,9 +6,14 @@ from dataclasses import dataclass, field
 
 from glm53srv.offload.cost import CostOverrides, Mode
 from glm53srv.offload.device.heat_keeper import HeatOptions
+from glm53srv.offload.offers import NUM_OFFERS
 from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.staging import STAGE_MIN_PICKS
 from glm53srv.offload.vram_plan import VramOptions
+
+
+def _residency() -> ResidencyParams:
+    return ResidencyParams(num_offers=NUM_OFFERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class OffloadOptions:
     mode: Mode = "fast"
     costs: CostOverrides = field(default_factory=CostOverrides)
     vram: VramOptions = field(default_factory=VramOptions)
-    residency: ResidencyParams = field(default_factory=ResidencyParams)
+    residency: ResidencyParams = field(default_factory=_residency)
     chunk_slots: int | None = None
     stage_min_picks: int | None = None
     copies_per_step: int | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.crew import Crew, CrewOptions
+from glm53srv.offload.device.decode_step import DecodeStep
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
@@ -39,6 +40,7 @@ from glm53srv.offload.device.slots import SlotStore
 from glm53srv.offload.device.staged_chunk import StagedChunk
 from glm53srv.offload.elastic import ElasticLoan, loan_slots
 from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.offers import keep_picks
 from glm53srv.offload.report import OffloadCounts, OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy, SlotState
 from glm53srv.offload.residency_update import ResidencyUpdate
@@ -89,8 +91,9 @@ class SimulatedOffload:
         self._store = SlotStore(arena, self.plan.num_slots)
         self._loan = ElasticLoan(self.plan)
         self._chunk: StagedChunk | None = None
-        self._log: NDArray[np.int32] | None = None  # of the decode step before
-        self._step: _DecodeStep | None = None
+        self._log: DecodeStep | None = None  # of the decode step before, until it is read
+        self._head = 0  # number of the next offer, as a device has it
+        self._step: DecodeStep | None = None
         self._mailbox = Mailbox(MailboxShape(self._rows, geometry.top_k, config.hidden_size))
         self._crew = self._hire(self._mailbox)
         self._hand_over_ms = 0.0
@@ -133,6 +136,8 @@ class SimulatedOffload:
         )
         loan = loan_slots(plan, geometry.expert_bytes, num_tokens, is_staged)
         shrink = self._loan.begin(loan).shrink
+        if shrink:  # with the last step's log read, since no step follows that would do it
+            self._learn()
         self.policy.shrink(shrink)
         self._counts.num_loans += shrink > 0
         self._settle()
@@ -154,14 +159,14 @@ class SimulatedOffload:
             raise EngineError(f"a decode step of {num_rows} rows, the mailbox holds {self._rows}")
         geometry = self.policy.geometry
         log = np.full((geometry.num_layers, num_rows * geometry.top_k), -1, np.int32)
-        self._step = _DecodeStep(self._store.table.copy(), self.policy.heat_table(), self._ledger.table, log)
+        heat, cpu_count, offers = self.policy.heat_table(), self._ledger.table, self._store.offers
+        self._step = DecodeStep(self._store.true_table.copy(), heat, cpu_count, offers, log, log.copy())
+        self._store.begin_step()
         self._crew.ring()
         begin_s, before_s = self._clock(), self._decode_began_s
         self._decode_began_s = begin_s
         granted = self._ledger.grant(0.0 if before_s is None else (begin_s - before_s) * 1e3)
-        if self._log is not None:
-            self.policy.observe(self._log)
-            self._heat.end_step(self.policy.history)
+        if self._learn():
             fixed = self._options.copies_per_step
             num_admitted = self._advance(granted if fixed is None else fixed)
             if fixed is None:
@@ -171,7 +176,8 @@ class SimulatedOffload:
         """End the step: its log is read beside the next one; copies that ran beside it have landed."""
         assert self._step is not None
         assert self._decode_began_s is not None
-        self._log, self._step = self._step.log, None
+        self._log, self._step = self._step, None
+        self._store.end_step()
         step_ms = (self._clock() - self._decode_began_s) * 1e3
         fixed = self._options.copies_per_step
         self._store.move(max(1, int(step_ms / self._ledger.copy_ms)) if fixed is None else fixed)
@@ -201,7 +207,7 @@ class SimulatedOffload:
 
     def _decode(
         self,
-        step: _DecodeStep,
+        step: DecodeStep,
         layer: int,
         table: ExpertTable,
         x: F32,
@@ -213,6 +219,7 @@ class SimulatedOffload:
         one = slice(layer, layer + 1)
         split = split_picks(routed.reshape(1, -1), step.table[one], step.heat[one], step.cpu_count)
         step.log[layer] = routed.reshape(-1)
+        self._keep(step, layer, split)
         self._counts.num_vram += int(split.num_hits[0])
         self._counts.num_link += int(split.num_link[0])
         self._counts.num_cpu += int(split.num_cpu[0])
@@ -230,9 +237,33 @@ class SimulatedOffload:
         self._ledger.observe_cpu(answer.num_experts, answer.elapsed_ms + self._hand_over_ms)
         return y
 
+    def _keep(self, step: DecodeStep, layer: int, split: Split) -> None:
+        """Let experts of the link take what is offered; they are then read from their slots."""
+        if step.offers is None:
+            return
+        one = slice(layer, layer + 1)
+        picks = step.log[one]
+        keeping = keep_picks(picks, split, step.table[one], step.heat[one], step.offers, self._head)
+        self._head = keeping.head
+        step.kept[one] = keeping.slots
+        place = np.flatnonzero(keeping.slots[0] >= 0)
+        experts, slots = picks[0, place], keeping.slots[0, place]
+        self._store.keep(layer, experts, slots)
+        step.table[layer, experts] = slots
+
+    def _learn(self) -> bool:
+        """Read the log of the decode step before, once; tells whether there was one."""
+        log, self._log = self._log, None
+        if log is None:
+            return False
+        self.policy.observe(log.log, log.kept)
+        self._counts.num_kept += int((log.kept >= 0).sum())
+        self._heat.end_step(self.policy.history)
+        return True
+
     def _launch(
         self,
-        step: _DecodeStep,
+        step: DecodeStep,
         layer: int,
         table: ExpertTable,
         x: F32,
@@ -372,16 +403,3 @@ def plan_slots(geometry: ExpertGeometry, options: OffloadOptions) -> VramPlan:
     chunk_slots = options.chunk_slots or max(1, num_slots // 8)
     free_bytes = vram.reserve_bytes(options.mode) + num_slots * geometry.expert_bytes
     return plan_vram(geometry, free_bytes, options.mode, vram, chunk_slots)
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeStep:
-    """What a running step reads and writes. table, heat: int32 (layers, experts), fixed while it runs.
-
-    cpu_count: the split's table, likewise. log: int32 (layers, rows * top_k), its picks.
-    """
-
-    table: NDArray[np.int32]
-    heat: NDArray[np.int32]
-    cpu_count: NDArray[np.int32]
-    log: NDArray[np.int32]

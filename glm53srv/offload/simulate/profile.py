@@ -22,8 +22,9 @@ class HardwareProfile:
     reading in place, alone on the link. copy_gb_s: the copy engine, alone. link_gb_s: both together.
     dram_gb_s: what RAM gives to CPU and link together. is_gpu_overlapped: the GPU computes experts from VRAM
     while others come over the link, instead of after them. is_copy_yielding: the copy engine pauses while
-    the GPU reads in place (copies cut into matrices and released between layers). sources: one line per
-    number.
+    the GPU reads in place (copies cut into matrices and released between layers). is_gathered: experts of the
+    link are copied into VRAM and then computed from there, so zero_copy_gb_s is the copying alone. sources:
+    one line per number.
     """
 
     name: str
@@ -38,6 +39,7 @@ class HardwareProfile:
     num_slots: int
     is_gpu_overlapped: bool = False
     is_copy_yielding: bool = False
+    is_gathered: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,6 +143,29 @@ H200_AS_24GB = HardwareProfile(
     },
 )
 
+H200_GATHERED = H200_AS_24GB.amended(
+    "h200-gathered",
+    "measured in the engine at one stream, Nov 2026; fixed part at 2 and 4, RAM and slots assumed",
+    {
+        "fixed_ms": {1: 10.5, 2: 12.0, 4: 15.0},
+        "vram_expert_ms": 0.004,
+        "cpu_fixed_ms": 0.055,
+        "cpu_expert_ms": 0.157,
+        "zero_copy_gb_s": 9.437184 / 0.187,
+        "copy_gb_s": 9.437184 / 0.174,
+        "link_gb_s": 9.437184 / 0.174,
+        "dram_gb_s": 200.0,
+        "num_slots": 1344,
+        "is_gathered": True,
+    },
+)
+
+RTX3090_GATHERED = RTX3090_ONE_COPY.amended(
+    "3090-gathered",
+    "assumed: this project's landing buffers on the 3090 of the other profiles, 1,344 slots",
+    {"num_slots": 1344, "is_gathered": True},
+)
+
 PROFILES: Mapping[str, HardwareProfile] = {
     profile.name: profile
     for profile in (
@@ -149,5 +174,7 @@ PROFILES: Mapping[str, HardwareProfile] = {
         RTX3090_SLOW_GATHER,
         RTX3090_EXACT,
         H200_AS_24GB,
+        H200_GATHERED,
+        RTX3090_GATHERED,
     )
 }

@@ -90,7 +90,9 @@ class StepTimer:
     def _lanes(self, hits: int, link: int, cpu: int, queue: float) -> tuple[float, float, float]:
         """Run both lanes of one layer: (GPU end, CPU end, bytes queued after both), ms from their start."""
         to_read, to_compute = float(link * self.expert_bytes), float(cpu * self.expert_bytes)
-        vram_ms, cpu_starts = hits * self.profile.vram_expert_ms, self.profile.cpu_fixed_ms
+        cpu_starts = self.profile.cpu_fixed_ms
+        computed = hits + link if self.profile.is_gathered else hits
+        vram_ms = computed * self.profile.vram_expert_ms
         now = gpu_end = cpu_end = 0.0
         while to_read > _EPSILON or vram_ms > _EPSILON or to_compute > _EPSILON:
             is_reading, is_copying = to_read > _EPSILON, queue > _EPSILON
