@@ -30,9 +30,11 @@
  * zeros and on unsummed bytes costs nothing. A block of 32 tiles spends some 50 cycles on its right operands.
  * Reckoned from Intel's tables, not measured.
  *
- * Tile loads cannot take what a store has not yet brought to the cache, so a tile is multiplied when its slot
- * in the buffer is about to be filled anew: four tiles, some 90 cycles, after it was decoded. The sums of
- * four columns leave the tile unit in the first k-tile of the next four and are read in its second one. */
+ * A tile load cannot take what a store has not yet brought to the cache, so a tile is loaded when its slot in
+ * the buffer is about to be filled anew, four tiles (some 90 cycles) after it was decoded, and multiplied two
+ * tiles later. At once would hold up the order of retirement: store, load (45 cycles) and TDPBUSD (52) would
+ * have to end within those 90 cycles. position() is one step of that. The sums of four columns leave the tile
+ * unit in the second k-tile of the next four, and are read two k-tiles later. */
 #include "exl3_amx.h"
 #include "exl3_avx512.h"
 
@@ -76,20 +78,31 @@ typedef struct {
     _Alignas(64) uint8_t row[TILE_ROWS][TILE_BYTES];
 } left_operand;
 
-INLINE void decode_tile(const uint16_t *tile, const amx_plan *plan, left_operand *left) {
-    const __m512i low_factor = _mm512_set1_epi16((short)0xd12d),
-                  high_factor = _mm512_set1_epi16((short)0x83dc);
+/* What decoding wants in registers: the plan lies in memory, which the stores between might change. */
+typedef struct {
+    __m512i index[HALF_REGISTERS], shift[2], low_factor, high_factor;
+} decode_constants;
+
+INLINE decode_constants constants_of(const amx_plan *plan) {
+    decode_constants constants = {.low_factor = _mm512_set1_epi16((short)0xd12d),
+                                  .high_factor = _mm512_set1_epi16((short)0x83dc)};
+    for (int32_t t = 0; t < HALF_REGISTERS; t++) constants.index[t] = plan->index[t];
+    for (int32_t i = 0; i < 2; i++) constants.shift[i] = plan->common.shift[2 * i];
+    return constants;
+}
+
+INLINE void decode_tile(const uint16_t *tile, const decode_constants *constants, left_operand *left) {
     tile_source source;
-    load_tile(&source, tile, &plan->common, FORMAT_K3);
+    load_tile(&source, tile, NULL, FORMAT_K3);
 #pragma GCC unroll 4
     for (int32_t t = 0; t < HALF_REGISTERS; t++) {
-        __m512i windows = _mm512_permutexvar_epi8(plan->index[t], source.groups[t / 2]);
+        __m512i windows = _mm512_permutexvar_epi8(constants->index[t], source.groups[t / 2]);
 #pragma GCC unroll 2
         for (int32_t i = 0; i < 2; i++) {
-            __m512i s = _mm512_multishift_epi64_epi8(plan->common.shift[2 * i], windows);
-            __m512i low = _mm512_mullo_epi16(s, low_factor);
-            __m512i high =
-                _mm512_add_epi16(_mm512_mulhi_epu16(s, low_factor), _mm512_mullo_epi16(s, high_factor));
+            __m512i s = _mm512_multishift_epi64_epi8(constants->shift[i], windows);
+            __m512i low = _mm512_mullo_epi16(s, constants->low_factor);
+            __m512i high = _mm512_add_epi16(_mm512_mulhi_epu16(s, constants->low_factor),
+                                            _mm512_mullo_epi16(s, constants->high_factor));
             _mm512_store_si512(left->row[t + 4 * i], low);
             _mm512_store_si512(left->row[t + 4 * i + 8], high);
         }
@@ -197,11 +210,11 @@ INLINE void flush_tile(const int32_t *sums, int32_t width, int32_t a, const glm5
 typedef struct {
     const right_operands *right;
     int32_t b, nt;
+    bool is_there; /* false of what is before the first one */
 } tile_group;
 
 typedef struct {
     const glm53_rect *rect;
-    const amx_plan *plan;
     tile_state tiles;
     left_operand left[GROUP_TILES]; /* 4 KiB: no two slots are alike in the low bits of their addresses */
     group_sums sums;
@@ -218,25 +231,25 @@ INLINE void configure(amx_product *p, int32_t width) {
     tile_configure(&p->tiles, &config);
 }
 
-#define MULTIPLY_SLOT(p, slot, reg)                                                 \
-    tile_load(&(p)->tiles, reg, (p)->left[slot].row, TILE_BYTES, &(p)->left[slot]); \
-    tile_dot(&(p)->tiles, slot, reg, 4)
+#define POSITION(p, slot, reg, sums)     \
+    tile_dot(&(p)->tiles, sums, reg, 4); \
+    tile_load(&(p)->tiles, reg, (p)->left[slot].row, TILE_BYTES, &(p)->left[slot])
 
-/* Multiply what a slot holds. A switch, since the tile unit's registers are named by literals; i is a
- * constant where the compiler unrolls. */
-INLINE void multiply_slot(amx_product *p, int32_t i) {
+/* Multiply what was loaded two positions ago, then load slot i, before a new tile takes its place. A switch,
+ * since the tile unit's registers are named by literals; i is a constant where the compiler unrolls. */
+INLINE void position(amx_product *p, int32_t i) {
     switch (i) {
         case 0:
-            MULTIPLY_SLOT(p, 0, 5);
+            POSITION(p, 0, 5, 2);
             break;
         case 1:
-            MULTIPLY_SLOT(p, 1, 6);
+            POSITION(p, 1, 6, 3);
             break;
         case 2:
-            MULTIPLY_SLOT(p, 2, 7);
+            POSITION(p, 2, 5, 0);
             break;
         default:
-            MULTIPLY_SLOT(p, 3, 5);
+            POSITION(p, 3, 6, 1);
             break;
     }
 }
@@ -246,6 +259,7 @@ INLINE void load_right(amx_product *p, const right_operands *right, int32_t kt, 
     tile_load(&p->tiles, 4, at, 16 * width, right);
 }
 
+/* And begin new ones. */
 #define TAKE_SUMS(p, i, width)                                                 \
     tile_store(&(p)->tiles, i, (p)->sums.n[i], 16 * (width), &(p)->sums.n[i]); \
     tile_zero(&(p)->tiles, i)
@@ -268,25 +282,38 @@ INLINE void flush_group(const amx_product *p, const tile_group *group, int32_t w
     }
 }
 
-/* What waits in the slots is multiplied before a tile takes its place: k-tile kt - 1 of the same group, or
- * the last one of the group before. */
-INLINE void multiply_group(amx_product *p, const tile_group *before, const tile_group *group, int32_t width) {
-    const glm53_rect *rect = p->rect;
-    tile_column column = column_at(rect, group->b, group->nt);
-    tile_column ahead = column_ahead(rect, group->b, group->nt);
+/* Decode the tiles of a group, and multiply what was decoded six tiles before each: the last ones of the
+ * group before at first. */
+INLINE void multiply_group(amx_product *p, const decode_constants *constants, const tile_group *before,
+                           const tile_group *group, int32_t width) {
+    tile_column column = column_at(p->rect, group->b, group->nt);
+    tile_column ahead = column_ahead(p->rect, group->b, group->nt);
     for (int32_t kt = 0; kt < K_TILES; kt++) {
-        const right_operands *right = kt == 0 ? before->right : group->right;
-        if (right) load_right(p, right, (kt + K_TILES - 1) % K_TILES, width);
-        if (ahead.first) prefetch_run(ahead.first + (size_t)kt * ahead.stride, GROUP_TILES * K3_HALVES);
-        const uint16_t *tiles = column.first + (size_t)kt * column.stride;
+        if (ahead.first) prefetch_run(ahead.first, GROUP_TILES * K3_HALVES);
 #pragma GCC unroll 4
         for (int32_t i = 0; i < GROUP_TILES; i++) {
-            if (right) multiply_slot(p, i);
-            decode_tile(tiles + i * K3_HALVES, p->plan, p->left + i);
+            if (i == 2 && kt == 1) take_sums(p, width);
+            if (i == 2)
+                load_right(p, kt == 0 ? before->right : group->right, (kt - 1) & (K_TILES - 1), width);
+            position(p, i);
+            decode_tile(column.first + i * K3_HALVES, constants, p->left + i);
         }
-        if (kt == 0 && right) take_sums(p, width);
-        if (kt == 1 && before->right) flush_group(p, before, width);
+        if (kt == 3 && before->is_there) flush_group(p, before, width);
+        column.first += column.stride;
+        if (ahead.first) ahead.first += ahead.stride;
     }
+}
+
+INLINE void multiply_last(amx_product *p, const tile_group *group, int32_t width) {
+    position(p, 0);
+    position(p, 1);
+    load_right(p, group->right, K_TILES - 1, width);
+    position(p, 2);
+    position(p, 3);
+    position(p, 0); /* what these two load is not used */
+    position(p, 1);
+    take_sums(p, width);
+    flush_group(p, group, width);
 }
 
 /* width is a compile-time constant. Configuring the unit takes some 200 cycles, a fiftieth of the smallest
@@ -295,22 +322,20 @@ INLINE void multiply_group(amx_product *p, const tile_group *before, const tile_
 INLINE void multiply_k3(const glm53_rect *rect, int32_t width) {
     amx_product p;
     p.rect = rect;
-    p.plan = rect->plan;
     configure(&p, width);
-    tile_group before = {0};
+    memset(p.left, 0, sizeof p.left); /* before the first group come zeros, times whatever */
+    const decode_constants constants = constants_of(rect->plan);
+    tile_group before = {.right = &p.right[rect->block_begin & 1]};
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         right_operands *right = &p.right[b & 1];
         spread(rect, b, width, right);
         for (int32_t nt = rect->tile_begin; nt < rect->tile_end; nt += GROUP_TILES) {
-            tile_group group = {.right = right, .b = b, .nt = nt};
-            multiply_group(&p, &before, &group, width);
+            tile_group group = {.right = right, .b = b, .nt = nt, .is_there = true};
+            multiply_group(&p, &constants, &before, &group, width);
             before = group;
         }
     }
-    load_right(&p, before.right, K_TILES - 1, width);
-    for (int32_t i = 0; i < GROUP_TILES; i++) multiply_slot(&p, i);
-    take_sums(&p, width);
-    flush_group(&p, &before, width);
+    multiply_last(&p, &before, width);
     tile_release(&p.tiles);
 }
 
