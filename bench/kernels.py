@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.same_bits import compare_isas
+from bench.same_bits import compare_bits
 from glm53srv.kernels import Codebook, Exl3Matrix, ExpertTable, Isa, KernelPool, Precision, cpu_features
 from reference import exl3
 
@@ -120,8 +120,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check(bits: int, num_threads: int) -> bool:
-    num_products, wrong = compare_isas(bits, num_threads)
-    names = ", ".join(isa.name for isa in cpu_features().isas if isa >= Isa.AVX2)
+    isas = [isa for isa in cpu_features().isas if isa >= Isa.AVX2]
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(KernelPool(num_threads, isa)) for isa in isas]
+        num_products, wrong = compare_bits(pools, bits)
+    names = ", ".join(isa.name for isa in isas)
     for each in wrong:
         print(f"check: not the bits of AVX2: {each}", file=sys.stderr)
     if not wrong:

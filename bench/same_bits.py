@@ -6,12 +6,12 @@ one whose CPU has what the developer's lacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53srv.kernels import Codebook, Exl3Matrix, ExpertTable, Isa, KernelPool, Precision, cpu_features
+from glm53srv.kernels import Codebook, Exl3Matrix, ExpertTable, KernelPool, Precision
 from reference import exl3
 
 SHAPES = ((128, 128), (128, 4224), (4096, 128), (1152, 2176), (4096, 2048), (2048, 4096))
@@ -19,20 +19,18 @@ ROWS = (1, 2, 3, 4, 5, 8, 13)
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, LIMIT = 1024, 512, 12, 8, 10.0
 
 
-def compare_isas(bits: int, num_threads: int) -> tuple[int, list[str]]:
-    """Compare every instruction set there is with AVX2; give the number of products and what differs.
+def compare_bits(pools: Sequence[KernelPool], bits: int) -> tuple[int, list[str]]:
+    """Compare every pool with the first one; give the number of products compared, and which differ.
 
-    bits: per weight. Without AVX2 there is nothing to compare, and the number is 0.
+    bits: per weight.
     """
-    isas = [isa for isa in cpu_features().isas if isa >= Isa.AVX2]
     expected: dict[str, NDArray[np.float32]] = {}
     num_products, wrong = 0, []
-    for isa in isas:
-        with KernelPool(num_threads, isa) as pool:
-            for name, y in _products(pool, bits):
-                num_products += isa is not isas[0]
-                if not np.array_equal(y, expected.setdefault(name, y)):
-                    wrong.append(f"{isa.name}: {name}")
+    for pool in pools:
+        for name, y in _products(pool, bits):
+            num_products += pool is not pools[0]
+            if not np.array_equal(y, expected.setdefault(name, y)):
+                wrong.append(f"{pool.isa.name}: {name}")
     return num_products, wrong
 
 
@@ -43,24 +41,21 @@ def _products(pool: KernelPool, bits: int) -> Iterator[tuple[str, NDArray[np.flo
         matrix = _random_matrix(rng, shape, bits)
         x = rng.normal(size=(max(ROWS), shape[0])).astype(np.float32)
         for rows in ROWS:
-            yield f"{shape[0]} x {shape[1]}, {rows} rows", pool.linear(x[:rows], matrix, Precision.FAST16)
-    shapes = ((HIDDEN, INTERMEDIATE), (HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN))
-    table = ExpertTable(
-        [
-            (
-                _random_matrix(rng, shapes[0], bits),
-                _random_matrix(rng, shapes[1], bits),
-                _random_matrix(rng, shapes[2], bits),
-            )
-            for _ in range(NUM_EXPERTS)
-        ]
-    )
+            y = pool.linear(x[:rows], matrix, Precision.FAST16)
+            yield f"{shape[0]} x {shape[1]} times {rows}", y
+    table = ExpertTable([_random_expert(rng, bits) for _ in range(NUM_EXPERTS)])
     for rows in range(1, 5):
         x = rng.normal(size=(rows, HIDDEN)).astype(np.float32)
         picks = np.array([rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(rows)], np.int32)
         weights = rng.uniform(size=picks.shape).astype(np.float32)
         y = pool.experts(x, table, picks, weights, LIMIT, precision=Precision.FAST16)
-        yield f"experts of {rows} rows", y
+        yield f"experts times {rows}", y
+
+
+def _random_expert(rng: np.random.Generator, bits: int) -> tuple[Exl3Matrix, Exl3Matrix, Exl3Matrix]:
+    gate = _random_matrix(rng, (HIDDEN, INTERMEDIATE), bits)
+    up = _random_matrix(rng, (HIDDEN, INTERMEDIATE), bits)
+    return gate, up, _random_matrix(rng, (INTERMEDIATE, HIDDEN), bits)
 
 
 def _random_matrix(rng: np.random.Generator, shape: tuple[int, int], bits: int) -> Exl3Matrix:

@@ -32,9 +32,9 @@
  *
  * A tile load cannot take what a store has not yet brought to the cache, so a tile is loaded when its slot in
  * the buffer is about to be filled anew, four tiles (some 90 cycles) after it was decoded, and multiplied two
- * tiles later. At once would hold up the order of retirement: store, load (45 cycles) and TDPBUSD (52) would
- * have to end within those 90 cycles. position() is one step of that. The sums of four columns leave the tile
- * unit in the second k-tile of the next four, and are read two k-tiles later. */
+ * tiles later. If it were multiplied at once, the load (45 cycles) and TDPBUSD (52) would have to end within
+ * those 90 cycles, or the next stores, which retire behind them, would be late. The sums of four columns
+ * leave the tile unit in the second k-tile of the next four, and are read two k-tiles later. */
 #include "exl3_amx.h"
 #include "exl3_avx512.h"
 
@@ -44,8 +44,6 @@
 #include "avx512_weights.h"
 
 enum { K3_HALVES = 48, LANES = 16, GROUP_TILES = 4, HALF_REGISTERS = 4, MOST_ROWS = 4 };
-
-/* Tile registers: sums 0 to 3, one for each tile of a group; the right operand; left operands in turn. */
 
 /* AVX-512's plan, for what its kernels do, and the windows of two columns. */
 typedef struct {
@@ -231,6 +229,7 @@ INLINE void configure(amx_product *p, int32_t width) {
     tile_configure(&p->tiles, &config);
 }
 
+/* Tile registers 0 to 3: the sums of each tile of a group; 4: right operand; 5 and 6: left ones in turn. */
 #define POSITION(p, slot, reg, sums)     \
     tile_dot(&(p)->tiles, sums, reg, 4); \
     tile_load(&(p)->tiles, reg, (p)->left[slot].row, TILE_BYTES, &(p)->left[slot])
@@ -316,15 +315,15 @@ INLINE void multiply_last(amx_product *p, const tile_group *group, int32_t width
     flush_group(p, group, width);
 }
 
-/* width is a compile-time constant. Configuring the unit takes some 200 cycles, a fiftieth of the smallest
- * rectangle in a decode step; once per job would spare them, but leave the unit in use while a thread waits.
- */
+/* width is a compile-time constant. Configuring the unit takes some 200 cycles, and the last tiles as long
+ * again, in some 11,000 for a task of two blocks and 32 tiles. Once per job would spare the former, but leave
+ * the unit in use while a thread waits for others. */
 INLINE void multiply_k3(const glm53_rect *rect, int32_t width) {
     amx_product p;
     p.rect = rect;
     configure(&p, width);
-    memset(p.left, 0, sizeof p.left); /* before the first group come zeros, times whatever */
     const decode_constants constants = constants_of(rect->plan);
+    /* Before the first group comes whatever is in the slots, into sums that are not flushed. */
     tile_group before = {.right = &p.right[rect->block_begin & 1]};
     for (int32_t b = rect->block_begin; b < rect->block_end; b++) {
         right_operands *right = &p.right[b & 1];

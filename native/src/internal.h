@@ -90,11 +90,12 @@ extern const glm53_tier glm53_tier_scalar;
 #define GLM53_HAS_X86 1
 extern const glm53_tier glm53_tier_avx2;
 extern const glm53_tier glm53_tier_avx512;
-/* The compiler's header tells that it and its assembler know AMX; only Linux is asked for leave to use it. */
+/* gcc's header or clang's tells that the compiler and its assembler know AMX. Only Linux is asked for leave
+ * to use it. */
 #if defined(GLM53_AMX_EMULATED)
 #define GLM53_HAS_AMX 1
 #elif defined(__linux__) && defined(__has_include)
-#if __has_include(<amxint8intrin.h>)
+#if __has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>)
 #define GLM53_HAS_AMX 1
 #endif
 #endif
