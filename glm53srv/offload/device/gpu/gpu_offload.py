@@ -1,6 +1,7 @@
 """The offload on a GPU: plans in the stream, policy on the host one step behind, copies beside both.
 
-decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts -> wait, add the CPU's part
+decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts of the link land in VRAM ->
+                experts -> wait, add the CPU's part
 decode step     once its kernels are enqueued the host reads the log of the step before, advances residency,
                 issues copies, and enqueues the table's changes behind the step
 prefill layer   pointers of all experts: staged slot, else resident slot, else home; no log, no heat
@@ -23,11 +24,12 @@ from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
+from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs
+from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.heat_keeper import HeatKeeper
@@ -106,11 +108,12 @@ class GpuOffload:
         self.counts = Counts()
         self.last_picks: NDArray[np.int32] | None = None  # of the newest step read, until the next is
         self._options = options
-        self._tables = memory.tables
+        self.tables = memory.tables
         self._loan_params = memory.loan
         self._device = device
         self._base = int(memory.alias.data_ptr())
         self._loan = ElasticLoan(plan)
+        self._lent = range(0)  # slots without memory
         self._heat_keeper = HeatKeeper(options.heat, geometry, fingerprint)
         self._ledger: CostLedger | None = None
         self._chunk: StagedChunk | None = None
@@ -123,6 +126,9 @@ class GpuOffload:
         self._counts = torch.zeros((layers, 3), dtype=torch.int32, device=device)
         self._heat = torch.zeros((layers, geometry.num_experts), dtype=torch.int32, device=device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
+        buffers = (min(plan.landing, width), arena.layout.record_bytes)
+        self._landing_bytes = torch.zeros(buffers, dtype=torch.uint8, device=device)
+        self.landing = make_landing(self._landing_bytes)
         self._num_tables = 0
         self._vram_bytes = 0
         self._logs = HostLogs(self._log, self._lanes, self._counts)
@@ -188,7 +194,8 @@ class GpuOffload:
             and num_tokens <= self._options.cpu_prefill_tokens
         )
         if shrink:
-            self.store.lend(range(self.policy.capacity + staged, self.policy.num_slots))
+            self._lent = range(self.policy.capacity + staged, self.policy.num_slots)
+            self.store.lend(self._lent)
 
     def stage_chunk(self) -> None:
         """Begin to stage, once the chunk's embeddings are on their way: behind the copies of two layers'
@@ -199,7 +206,8 @@ class GpuOffload:
     def end_chunk(self, is_more_waiting: bool) -> None:
         """End a chunk, finished or not, and give the loan back unless another chunk follows at once.
 
-        Raises torch.OutOfMemoryError when the chunk's activations are still held; it may be called again.
+        Where the memory is not there, since something else took it, the slots stay lent until a later
+        chunk's end.
         """
         chunk, self._chunk = self._chunk, None
         self._is_staging = self._is_shared = False
@@ -212,7 +220,13 @@ class GpuOffload:
             # The memory first: a loan that cannot be given back yet stays a loan, and is asked for again.
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
-            self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
+            try:
+                self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
+            except torch.OutOfMemoryError as error:
+                self.store.lend(self._lent)  # also those that came back: the next chunk counts on them
+                reason = str(error).splitlines()[0]
+                logger.warning("%d slots stay lent, the card has no room: %s", len(self._lent), reason)
+                return
         self.policy.grow(self._loan.end(is_more_waiting).grow)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._costs())
@@ -304,13 +318,19 @@ class GpuOffload:
             heat=self._heat_rows[layer],
             cpu_count=self._cpu_count,
             slot_addresses=self.store.addresses,
-            home=self._home(layer),
+            home=self.home(layer),
             layer=layer,
             record_bytes=layout.record_bytes,
             up_offset=layout.offsets[1],
             down_offset=layout.offsets[2],
         )
-        launch_plan(inputs, self._outputs[self._rows][layer], None if lane is None else lane.ring)
+        ring = None if lane is None else lane.ring
+        launch_plan(inputs, self._outputs[self._rows][layer], self.landing, ring)
+
+    def land_layer(self) -> None:
+        """Copy the experts that the layer just planned wants over the link: decode."""
+        if self._rows:
+            launch_gather(self.landing, self.arena.layout.record_bytes)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Add the CPU's part to a layer's sum, float32 (rows, hidden), behind a wait for it."""
@@ -328,7 +348,11 @@ class GpuOffload:
         """Fill a layer's tables whole. slots: int32 (experts,) on the device, -1 for home."""
         layout = self.arena.layout
         places = (layout.record_bytes, layout.offsets[1], layout.offsets[2])
-        launch_point(slots, self.store.addresses, self._outputs[0][layer], self._home(layer), places)
+        launch_point(slots, self.store.addresses, self._outputs[0][layer], self.home(layer), places)
+
+    def home(self, layer: int) -> int:
+        """Give the device's address of a layer's first record."""
+        return self._base + layer * self.policy.geometry.num_experts * self.arena.layout.record_bytes
 
     # ---- inside ----
 
@@ -337,11 +361,8 @@ class GpuOffload:
             raise EngineError("the offload was not started")
         return self._ledger
 
-    def _home(self, layer: int) -> int:
-        return self._base + layer * self.policy.geometry.num_experts * self.arena.layout.record_bytes
-
     def _make_outputs(self, layer: int, width: int) -> PlanOutputs:
-        tables = self._tables[layer]
+        tables = self.tables[layer]
         return PlanOutputs(
             tables.gate,
             tables.up,
