@@ -347,12 +347,14 @@ class CudaEngine:
 
     def _decode(self, rows: Sequence[DecodeRow]) -> NDArray[np.float32]:
         slots = self._book.check_decode(rows)
-        self._offload.begin_decode(len(rows))
+        is_captured = self._model.is_captured(len(rows))
+        first_job = self._offload.begin_decode(len(rows), is_captured=is_captured)
         logits = self._model.decode(
             [row.token_id for row in rows],
             [slot.state for slot in slots],
             [row.page_ids for row in rows],
             [row.position for row in rows],
+            first_job,
         )
         self._offload.end_decode(self._step_ms)
         host = self._model.to_host(logits)

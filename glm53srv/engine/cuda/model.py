@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from glm53srv.engine.cuda.graphs import DecodeGraph, Parts, Planner, Recorder
 from glm53srv.engine.cuda.host_logits import HostLogits, SentLogits
+from glm53srv.engine.cuda.step_inputs import DecodeRows
 
 PAGE_TOKENS = 256
 """The package's page of the cache."""
@@ -80,6 +81,10 @@ class CudaModel:
     def captured_widths(self) -> tuple[int, ...]:
         """Numbers of rows whose decode steps are graphs."""
         return tuple(sorted(self._graphs))
+
+    def is_captured(self, width: int) -> bool:
+        """Tell whether decode steps of `width` rows are graphs."""
+        return width in self._graphs
 
     def drop_graphs(self) -> None:
         """Decode without graphs from now on; the device must be idle."""
@@ -143,14 +148,19 @@ class CudaModel:
         states: list[Any],
         page_ids: Sequence[Sequence[int]],
         positions: list[int],
+        first_job: int,
     ) -> SentLogits:
-        """Enqueue one token of each row, and behind it the logits' way to the host; see to_host."""
+        """Enqueue one token of each row, and behind it the logits' way to the host; see to_host.
+
+        first_job: what the offload's begin_decode gave; a step that is no graph does not look at it.
+        """
         width = (
             -(-max(-(-(position + 1) // PAGE_TOKENS) for position in positions) // TABLE_STEP) * TABLE_STEP
         )
         graph = self._graphs.get(len(token_ids))
         if graph is not None:
-            logits = graph.run(token_ids, [state.slot for state in states], page_ids, positions, width)
+            slots = [state.slot for state in states]
+            logits = graph.run(DecodeRows(token_ids, slots, page_ids, positions, width, first_job))
             ids = torch.empty((len(token_ids), 1), dtype=torch.int64)
             self._advance(ids, {"recurrent_states": states}, self._model)
             return self._host_logits.send(logits)

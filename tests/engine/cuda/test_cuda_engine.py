@@ -71,6 +71,16 @@ def test_the_offload_sees_brackets_in_order(bench: Bench) -> None:
     ]
 
 
+def test_a_step_gets_the_number_of_its_first_cpu_job_whether_it_is_a_graph_or_not(bench: Bench) -> None:
+    stream, other = bench.stream(0, 4), bench.stream(1, 4)
+    bench.model.captured = [(1, True)]
+    bench.driver.prefill(stream)
+    bench.driver.prefill(other, beside=[stream])
+    bench.driver.decode([stream, other], 1)
+    assert bench.offload.captured_steps == [True, False]
+    assert bench.model.first_jobs == [1000, 1001]
+
+
 def test_only_a_last_or_judged_chunk_runs_the_last_layer_whole(bench: Bench) -> None:
     stream = bench.stream(0, 40)
     stream.prompt_logprobs = PromptLogprobs(20, 2)
