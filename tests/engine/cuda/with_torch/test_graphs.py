@@ -134,11 +134,16 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def make(
-    recorder: FakeRecorder, width: int, *, by_row: bool = False, mlp: Any = None
+    recorder: FakeRecorder,
+    width: int,
+    *,
+    by_row: bool = False,
+    mlp: Any = None,
+    names: tuple[str, ...] = ("r0", "a1", "r2", "a3", "r4"),
 ) -> tuple[DecodeGraph, list[Layer]]:
-    """Build R A R A R: recurrent layers and latent attentions."""
+    """Build blocks around recurrent layers, r, and latent attentions, a."""
     told = recorder.told
-    layers = [Layer(told, name, is_latent=name[0] == "a") for name in ("r0", "a1", "r2", "a3", "r4")]
+    layers = [Layer(told, name, is_latent=name[0] == "a") for name in names]
     blocks = [Block(layer, mlp or Sparse(None, is_inside=True)) for layer in layers]
     head = Module(lambda x: x[..., :1].float().expand(-1, -1, VOCAB).contiguous())
     parts = Parts([Module(embed), Module(lambda x: x.float())], blocks, [head])
@@ -156,16 +161,40 @@ def planner(recorder: FakeRecorder) -> Any:
     return recorder
 
 
-def test_a_graph_reaches_from_one_attention_to_the_next() -> None:
+def test_a_graph_reaches_from_one_attention_to_the_next_but_the_first_is_short() -> None:
     recorder = FakeRecorder()
     graph, layers = make(recorder, 2)
     graph.capture(planner(recorder))
     events = [each if isinstance(each, str) else each[0] for each in recorder.told]
     assert events == [
         *("set up r0 for 2", "set up r2 for 2", "set up r4 for 2"),
-        *("planning 2", "r0", "end 0", "r2", "end 1", "r4", "end 2", "planned"),
+        *("planning 2", "r0", "end 0", "end 1", "r2", "end 2", "r4", "end 3", "planned"),
     ]
     assert all("forward" not in vars(layer) for layer in layers)  # the attentions are themselves again
+
+
+def test_an_attention_in_the_first_block_ends_the_first_graph_by_itself() -> None:
+    recorder = FakeRecorder()
+    graph, _ = make(recorder, 1, names=("a0", "r1"))
+    graph.capture(planner(recorder))
+    recorder.told.clear()
+    graph.run(DecodeRows([1], [0], [(0,)], [3], 1, first_job=0))
+    assert [each if isinstance(each, str) else each[0] for each in recorder.told] == [
+        *("replay 0", "a0", "replay 1")
+    ]
+
+
+def test_the_second_graph_goes_on_with_what_the_first_one_left() -> None:
+    recorder = FakeRecorder()
+    graph, _ = make(recorder, 2, names=("r0", "r1"))
+    graph.capture(planner(recorder))
+    rows = DecodeRows([3, 5], [0, 1], [(0,), (1,)], [3, 4], 1, first_job=0)
+    inputs: Any = graph._inputs
+    inputs.write(rows)
+    inputs.fetch()
+    graph.capture(planner(recorder))  # its calls compute, as a replay would
+    assert graph._logits is not None
+    assert graph._logits[:, 0].tolist() == [5.0, 7.0]
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -181,11 +210,11 @@ def test_a_step_replays_graphs_with_the_attentions_between(by_row: bool) -> None
     counts = [1, 1, 1] if by_row else [3]
     names = [each if isinstance(each, str) else (each[0], each[1]) for each in recorder.told]
     assert names == [
-        "replay 0",
+        *("replay 0", "replay 1"),
         *(("a1", count) for count in counts),
-        "replay 1",
-        *(("a3", count) for count in counts),
         "replay 2",
+        *(("a3", count) for count in counts),
+        "replay 3",
     ]
     calls = [each[2] for each in recorder.told if each[0] == "a3"]
     assert torch.cat([call["block_table"] for call in calls]).tolist() == [[4, 5], [6, 7], [8, 0]]
@@ -200,7 +229,7 @@ def test_attention_rows_go_where_the_next_graph_reads_them() -> None:
     recorder = FakeRecorder()
     graph, _ = make(recorder, 2, by_row=True)
     graph.capture(planner(recorder))
-    segment = graph._segments[0]
+    segment = graph._segments[1]
     assert segment.x is not None
     assert segment.y is not None
     segment.x.copy_(torch.tensor([1.0, 5.0])[:, None, None])
@@ -244,6 +273,6 @@ def test_a_capture_that_fails_ends_its_graph_and_leaves_the_attentions_alone() -
     layers[2].forward = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="not permitted"):
         graph.capture(planner(recorder))
-    assert [each for each in recorder.told if str(each).startswith("end")] == ["end 0", "end 1"]
+    assert [each for each in recorder.told if str(each).startswith("end")] == ["end 0", "end 1", "end 2"]
     assert not graph._segments
-    assert all("forward" not in vars(layer) for layer in (layers[1], layers[3]))
+    assert all("forward" not in vars(layer) for layer in (layers[0], layers[1], layers[3]))
