@@ -159,6 +159,16 @@ def test_memory_that_runs_out_in_decode_ends_the_engine(bench: Bench) -> None:
         bench.engine.step(StepPlan(99))
 
 
+@pytest.mark.parametrize("pages", [(0, 8), (0, -1), (8,)])
+def test_pages_that_change_between_two_steps_are_checked_anew(bench: Bench, pages: tuple[int, ...]) -> None:
+    stream = bench.stream(0, 4)
+    bench.driver.prefill(stream)
+    bench.driver.decode([stream], 2)
+    stream.page_ids = pages
+    with pytest.raises(EngineError, match="page id out of range"):
+        bench.driver.decode([stream], 1)
+
+
 def test_warm_up_runs_a_chunk_and_every_width_and_leaves_nothing(bench: Bench) -> None:
     run_every_shape(bench.model, bench.offload, bench.engine.limits)  # type: ignore[arg-type]  # stand-ins
     calls = bench.offload.calls
