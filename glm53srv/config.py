@@ -43,6 +43,7 @@ class OffloadConfig:
     ct_tzc_ms: float | None = None
     ct_swz: str | None = None
     max_slots: int | None = None
+    landing: int = 16
     stage_gib: float = 2.6
     elastic_gib: float = 12.0
     reserve_gib: float | None = None
@@ -227,6 +228,7 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
         ct_tzc_ms=values["ct_tzc"],
         ct_swz=values["ct_swz"],
         max_slots=values["ec_max_slots"],
+        landing=values["ec_landing"],
         stage_gib=values["ec_stage_gb"],
         elastic_gib=values["ec_elastic_gb"],
         reserve_gib=values["ec_reserve_gb"],

@@ -151,6 +151,17 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         minimum=1,
     ),
     Option(
+        "ec_landing",
+        ("--ec-landing",),
+        "GLM53_EC_LANDING",
+        "int",
+        16,
+        "buffers on a GPU for experts that come over the link in a decode step, copied before they are "
+        "computed; beyond them, or with 0, they are read in place",
+        "offload",
+        minimum=0,
+    ),
+    Option(
         "ec_stage_gb",
         ("--ec-stage-gb",),
         "GLM53_EC_STAGE_GB",

@@ -189,7 +189,7 @@ def _impose_routes(loaded: LoadedModel) -> ImposedRoutes:
 def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) -> CudaOptions:
     offload = OffloadOptions(
         mode=options.mode,
-        vram=VramOptions(max_slots=options.max_slots),
+        vram=VramOptions(max_slots=options.max_slots, landing=options.landing),
         crew_threads=threads,
         crew_cpus=cpus,
         cpu_prefill_tokens=options.ct_prefill,

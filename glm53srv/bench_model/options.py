@@ -31,6 +31,7 @@ class BenchOptions:
     cache_tokens: int
     chunk_tokens: int
     max_slots: int | None
+    landing: int
     cpus: str
     threads: int | None
     streams: tuple[int, ...]
@@ -69,6 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-tokens", type=positive, default=131072)
     parser.add_argument("--chunk", type=positive, default=8192, help="tokens of a prefill chunk at most")
     parser.add_argument("--max-slots", type=positive, help="experts in the cache at most")
+    parser.add_argument(
+        "--landing", type=count, default=16, help="buffers for experts of the link; 0: read in place"
+    )
     parser.add_argument("--cpus", default="auto", help="CPUs of the expert workers, as --ct-cpus of serve")
     parser.add_argument("--threads", type=positive, help="expert workers; one per CPU by default")
     parser.add_argument("--streams", type=_whole(1, 4), nargs="*", default=[1, 2, 4])
@@ -103,6 +107,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         cache_tokens=given.cache_tokens,
         chunk_tokens=given.chunk,
         max_slots=given.max_slots,
+        landing=given.landing,
         cpus=given.cpus,
         threads=given.threads,
         streams=tuple(given.streams),

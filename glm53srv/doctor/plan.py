@@ -188,7 +188,13 @@ def _plan_gpu(config: Config, room: Room, subject: _Subject) -> PlanReport:
         engine.cache_tokens,
         engine.max_streams,
         engine.chunk_tokens or GPU_CHUNK_TOKENS,
-        VramOptions(offload.reserve_gib, offload.stage_gib, offload.elastic_gib, offload.max_slots),
+        VramOptions(
+            offload.reserve_gib,
+            offload.stage_gib,
+            offload.elastic_gib,
+            offload.max_slots,
+            offload.landing,
+        ),
     )
     plan = plan_server(subject.config, subject.sizes, demand, room)
     num_experts = subject.config.moe.num_experts

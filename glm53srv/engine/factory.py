@@ -170,7 +170,9 @@ def _offload_options(config: EngineConfig, machine: MachineFacts) -> OffloadOpti
         cpu_prefill_tokens=given.ct_prefill,
         mode="exact" if config.mode == "exact" else "fast",
         costs=CostOverrides(given.ct_a_ms, given.ct_b_ms, given.ct_tzc_ms),
-        vram=VramOptions(given.reserve_gib, given.stage_gib, given.elastic_gib, given.max_slots),
+        vram=VramOptions(
+            given.reserve_gib, given.stage_gib, given.elastic_gib, given.max_slots, given.landing
+        ),
         heat=HeatOptions(given.heat_path, given.heat_interval_s),
     )
     logger.info("offload kind=%s cpus=%s threads=%d", given.kind, cpus, options.crew_threads)

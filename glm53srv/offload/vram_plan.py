@@ -1,8 +1,8 @@
 """How free VRAM is divided between the expert cache, staging and the reserve. Every number can be explained.
 
-    |<--------------------- free, measured after weights, KV cache and scratch ------------------->|
-    | slots that always serve     | elastic slots: lent to a prefill     | rest       | reserve     |
-    |                             | staging A | staging B | activations  | < 1 chunk  |             |
+    |<--------------------- free, measured after weights, KV cache and scratch -------------------->|
+    | slots that always serve   | elastic slots: lent to a prefill     | rest      | landing | reserve |
+    |                           | staging A | staging B | activations  | < 1 chunk |         |         |
 
 Slots come in chunks, because lending hands whole allocations back. GB options are GiB: a staging buffer of
 2.6 then holds all 288 experts of a layer (2.53 GiB).
@@ -22,16 +22,18 @@ GIB = 2**30
 @dataclass(frozen=True, slots=True)
 class VramOptions:
     """What the user may set, in GiB (GLM53_EC_RESERVE_GB, GLM53_EC_STAGE_GB, GLM53_EC_ELASTIC_GB,
-    GLM53_EC_MAX_SLOTS).
+    GLM53_EC_MAX_SLOTS, GLM53_EC_LANDING).
 
     reserve_gib None means 1.5 in fast mode and 1.0 in exact mode: graph capture allocates, and 1.0 failed
-    under batched decode where 1.5 held (0xSero/glm53-flash-offload).
+    under batched decode where 1.5 held (0xSero/glm53-flash-offload). landing: buffers for experts that come
+    over the link in a decode step.
     """
 
     reserve_gib: float | None = None
     stage_gib: float = 2.6
     elastic_gib: float = 12.0
     max_slots: int | None = None
+    landing: int = 16
 
     def reserve_bytes(self, mode: Mode) -> int:
         """Bytes that stay free."""
@@ -51,6 +53,7 @@ class VramLine:
 @dataclass(frozen=True, slots=True)
 class VramPlan:
     """Sizes in slots. stage_slots: of one of the two buffers. activation_slots: what else may be lent.
+    landing: buffers of an expert each, no slots.
 
     Invariant: 2 * stage_slots + activation_slots <= elastic_slots < num_slots, all in whole chunks but
     stage_slots.
@@ -62,6 +65,7 @@ class VramPlan:
     stage_slots: int
     activation_slots: int
     lines: tuple[VramLine, ...]
+    landing: int = 0
 
 
 def plan_vram(
@@ -81,13 +85,15 @@ def plan_vram(
     reserve = options.reserve_bytes(mode)
     chunk_bytes = chunk_slots * size
     limit = geometry.num_keys if options.max_slots is None else min(options.max_slots, geometry.num_keys)
-    by_memory = max(0, free_bytes - reserve) // size
+    landing_bytes = options.landing * size
+    by_memory = max(0, free_bytes - reserve - landing_bytes) // size
     chunks = min(by_memory, limit) // chunk_slots
     if chunks < 1:
         raise MachineError(
             f"no room for the expert cache: {free_bytes / GIB:.2f} GiB of VRAM free, {reserve / GIB:.2f} "
-            f"reserved, {chunk_bytes / GIB:.2f} needed for {chunk_slots} experts; lower --cache-tokens "
-            f"or GLM53_EC_RESERVE_GB, or raise GLM53_EC_MAX_SLOTS"
+            f"reserved, {landing_bytes / GIB:.2f} for landing, {chunk_bytes / GIB:.2f} needed for "
+            f"{chunk_slots} experts; lower --cache-tokens, GLM53_EC_RESERVE_GB or GLM53_EC_LANDING, or raise "
+            "GLM53_EC_MAX_SLOTS"
         )
     num_slots = chunks * chunk_slots
     elastic_chunks = min(int(options.elastic_gib * GIB) // chunk_bytes, chunks - 1)
@@ -105,12 +111,13 @@ def plan_vram(
         )
         + " decides"
     )
-    left = free_bytes - reserve - num_slots * size
+    left = free_bytes - reserve - landing_bytes - num_slots * size
     lines = (
         VramLine("free", free_bytes, "measured after weights, KV cache and scratch"),
         VramLine(
             "reserve", reserve, _given(options.reserve_gib is None, f"default of {mode} mode", "RESERVE")
         ),
+        VramLine("landing", landing_bytes, f"{options.landing} experts on their way in a decode step"),
         VramLine("expert cache", num_slots * size, why_slots),
         VramLine("left over", left, f"less than a chunk of {chunk_slots} slots, or beyond the limit"),
         VramLine(
@@ -131,7 +138,9 @@ def plan_vram(
             "the other whole chunks, as a prefill needs",
         ),
     )
-    return VramPlan(num_slots, chunk_slots, elastic_slots, stage_slots, activation_slots, lines)
+    return VramPlan(
+        num_slots, chunk_slots, elastic_slots, stage_slots, activation_slots, lines, options.landing
+    )
 
 
 def explain(plan: VramPlan) -> list[str]:

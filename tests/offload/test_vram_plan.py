@@ -48,7 +48,9 @@ def test_too_little_memory_says_what_to_change() -> None:
 def test_the_explanation_adds_up_to_what_is_free() -> None:
     plan = plan_vram(FULL, 14 * GIB, "fast")
     by_name = {line.name: line.num_bytes for line in plan.lines}
-    assert by_name["reserve"] + by_name["expert cache"] + by_name["left over"] == by_name["free"]
+    used = [by_name[name] for name in ("reserve", "landing", "expert cache", "left over")]
+    assert min(used) > 0
+    assert sum(used) == by_name["free"]
     assert by_name["expert cache"] == plan.num_slots * FULL.expert_bytes
     assert all(line.reason for line in plan.lines)
     assert len(explain(plan)) == len(plan.lines)

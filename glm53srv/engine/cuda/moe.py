@@ -1,12 +1,13 @@
 """A sparse layer of the package whose experts live in the offload: four seams, methods or attributes.
 
 forward             begin_layer before the router, end_layer behind the experts        prefill
-routing_fn          plan_layer behind the router: it may zero weights                  decode
+routing_fn          plan_layer behind the router: it may zero weights; land_layer      decode
 cpu_split_combine   called behind the experts: the CPU's sum is added                  decode
 shared_experts      runs beside the routed experts, on a stream of its own             decode, fast mode
 
 The package runs the shared expert before the routed ones, in the same call, on a GPU that is mostly idle
-while the routed ones arrive over the link. Beside them it delays nobody. Its products then go through the
+while the routed ones arrive over the link. Beside them it delays nobody; it begins behind the plan, not
+before the router, for which link and CPU wait. Its products then go through the
 matrices' ordinary kernels, whose sums differ in rounding: `exact` leaves it where it is.
 """
 
@@ -70,6 +71,7 @@ def make_offloaded_class(base: Any) -> type[Any]:
             self.sparse_layer = sparse_layer
             self.offload: GpuOffload | None = None
             self._side_stream = side_stream
+            self._shared_input: Any = None  # of the decode step that runs
             self._stock_routing: Any = self.routing_fn
             self.routing_fn: Any = self._plan_behind_router
 
@@ -95,7 +97,7 @@ def make_offloaded_class(base: Any) -> type[Any]:
                 return super().forward(x, params, out_dtype)
             offload.begin_layer(self.sparse_layer)
             if self._side_stream is not None and offload.is_decoding:
-                self.shared_experts.begin(x, params)
+                self._shared_input = x
             y = super().forward(x, params, out_dtype)
             offload.end_layer(self.sparse_layer)
             return y
@@ -109,6 +111,10 @@ def make_offloaded_class(base: Any) -> type[Any]:
             picks, weights = self._stock_routing(rows, config, z, params)
             if self.offload is not None:
                 self.offload.plan_layer(self.sparse_layer, z, picks, weights)
+                x, self._shared_input = self._shared_input, None
+                if x is not None:
+                    self.shared_experts.begin(x, params)
+                self.offload.land_layer()
             return picks, weights
 
     return OffloadedMlp

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
-from glm53srv.offload.device.gpu.copy_kernel import ITEMS, NUM_PROGRAMS, gather_copy
+from glm53srv.offload.device.gpu.copy_kernel import ITEMS, NUM_PROGRAMS, gather_experts
 from glm53srv.offload.device.gpu.host_reader import BLOCK as FETCH_BLOCK
 from glm53srv.offload.device.gpu.host_reader import fetch_words
 from glm53srv.offload.device.gpu.plan_kernel import plan_layer, point_layer
@@ -38,9 +38,14 @@ PLAN = {
     "log_picks": "*i32",
     "log_lanes": "*i8",
     "counts": "*i32",
+    "gather_sources": "*i64",
+    "gather_targets": "*i64",
+    "gather_count": "*i32",
     "first_seq": "*i32",
     "fence": "*i32",
     "home": "i64",
+    "landing": "i64",
+    "num_landing": "i32",
     "ring": "i64",
     "layer": "i32",
     "rows": "i32",
@@ -78,9 +83,9 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         },
         {"block": TABLE_BLOCK},
     ),
-    "gather_copy": (
-        gather_copy,
-        {"sources": "*i64", "targets": "*i64", "num_copies": "i32"},
+    "gather_experts": (
+        gather_experts,
+        {"sources": "*i64", "targets": "*i64", "count": "*i32"},
         {"words": RECORD["record_bytes"] // 8, "num_programs": NUM_PROGRAMS, "items": ITEMS},
     ),
     "fetch_words": (

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.copy_kernel import launch_copy
+from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
 from glm53srv.offload.device.gpu.host_reader import launch_fetch
-from glm53srv.offload.device.gpu.launch import MailRing
+from glm53srv.offload.device.gpu.launch import MailRing, make_landing
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.device.mailbox import DONE, Mailbox, MailboxShape
 from glm53srv.offload.device.region import Region
@@ -63,11 +63,11 @@ def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int) ->
     for key, slot in zip(keys, slots, strict=True):
         begin = int(slot) * stride
         expected[begin : begin + num_bytes] = source.array()[int(key) * stride :][:num_bytes]
-    launch_copy(
-        torch.from_numpy(source.address + keys.astype(np.int64) * stride),
-        torch.from_numpy(target.address + slots.astype(np.int64) * stride),
-        num_bytes,
-    )
+    landing = make_landing(torch.zeros((max(1, num_copies), num_bytes), dtype=torch.uint8))
+    landing.sources[:num_copies] = torch.from_numpy(source.address + keys.astype(np.int64) * stride)
+    landing.targets[:num_copies] = torch.from_numpy(target.address + slots.astype(np.int64) * stride)
+    landing.count.fill_(num_copies)
+    launch_gather(landing, num_bytes)
     np.testing.assert_array_equal(target.array(), expected)
 
 
@@ -87,12 +87,15 @@ def test_fetching_between_sizes_is_refused() -> None:
         launch_fetch(torch.zeros(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8))
 
 
-def test_copies_that_do_not_pair_up_are_refused() -> None:
-    one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="cannot copy 16 bytes from 1 to 2 places"):
-        launch_copy(one, two, 16)
+def test_a_record_of_broken_words_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot copy 24 bytes"):
-        launch_copy(one, one, 24)
+        launch_gather(make_landing(torch.zeros((1, 24), dtype=torch.uint8)), 24)
+
+
+def test_without_buffers_nothing_is_copied() -> None:
+    landing = make_landing(torch.zeros((0, 32), dtype=torch.uint8))
+    landing.count.fill_(1)  # to be read by no kernel: its addresses are 0
+    launch_gather(landing, 32)
 
 
 def answered(partial: np.ndarray, layer: int) -> tuple[MailRing, Mailbox]:

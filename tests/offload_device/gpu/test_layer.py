@@ -12,9 +12,9 @@ from glm53srv.offload.cost import CostModel, cpu_count_table
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import Crew, CrewOptions
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.copy_kernel import launch_copy
+from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs
+from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
@@ -49,7 +49,10 @@ class Card:
         keys = (self.layer * self.arena.geometry.num_experts + experts).astype(np.int32)
         homes = self.arena.region.address + keys.astype(np.int64) * self.arena.layout.record_bytes
         targets = self.slot_addresses[: len(experts)]
-        launch_copy(torch.from_numpy(homes), targets, self.arena.layout.record_bytes)
+        copies = make_landing(torch.zeros((NUM_SLOTS, 1), dtype=torch.uint8))
+        copies.sources[: len(experts)], copies.targets[: len(experts)] = torch.from_numpy(homes), targets
+        copies.count.fill_(len(experts))
+        launch_gather(copies, self.arena.layout.record_bytes)
         slots = torch.arange(len(experts), dtype=torch.int32)
         launch_update(self.table, torch.zeros(0, dtype=torch.int32), torch.from_numpy(keys), slots)
 
@@ -67,8 +70,9 @@ class Card:
         return self.arena.table(self.layer).moved(records, self.arena.layout.offsets)
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int) -> None:
+@pytest.mark.parametrize("num_landing", [0, 2, 16])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int, num_landing: int) -> None:
     rng = np.random.default_rng(seed)
     layer, rows = int(rng.integers(arena.geometry.num_layers)), int(rng.integers(1, 5))
     card = Card(arena, layer)
@@ -93,12 +97,15 @@ def test_the_lanes_of_a_layer_add_up(arena: ExpertArena, seed: int) -> None:
         up_offset=arena.layout.offsets[1],
         down_offset=arena.layout.offsets[2],
     )
+    buffers = torch.full((num_landing, arena.layout.record_bytes), 0xEE, dtype=torch.uint8)
+    landing = make_landing(buffers)
     options = CrewOptions(1, precision=Precision.EXACT32, limit=LIMIT, deadline_ms=60_000)
     with Crew(arena, mailbox, options) as crew, KernelPool(1) as pool:
         crew.ring()
         ring = make_ring(mailbox, "cpu")
         ring.first_seq.fill_(1 - layer)
-        launch_plan(inputs, card.outputs, ring)
+        launch_plan(inputs, card.outputs, landing, ring)
+        launch_gather(landing, arena.layout.record_bytes)
         wide, kept = x.astype(np.float32), inputs.weights.numpy().astype(np.float32)
         on_gpu = np.where(kept == 0, -1, picks).astype(np.int32)
         out = pool.experts(wide, card.pointed(), on_gpu, kept, LIMIT, Clamp.ACTIVATION)

@@ -10,12 +10,18 @@ import torch
 
 from glm53srv.offload.cost import CostModel, cpu_count_table
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, int32_bits, power_of_two
+from glm53srv.offload.device.gpu.launch import (
+    Landing,
+    PlanInputs,
+    PlanOutputs,
+    int32_bits,
+    power_of_two,
+)
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.mailbox import LAYER, PICKS, POSTED, Mailbox, MailboxShape
 from glm53srv.offload.split import Lane, Split, split_picks
 
-HIDDEN, RECORD, UP, DOWN, HOME = 256, 36_864, 12_288, 24_576, 0x7000_0000_0000
+HIDDEN, RECORD, UP, DOWN, HOME, LANDING = 256, 36_864, 12_288, 24_576, 0x7000_0000_0000, 0x6000_0000_0000
 
 
 @dataclass
@@ -32,6 +38,7 @@ class Case:
     heat: np.ndarray
     cpu_count: np.ndarray
     slot_addresses: np.ndarray
+    num_landing: int
 
     @property
     def num_picks(self) -> int:
@@ -72,6 +79,11 @@ class Case:
         )
 
 
+def landing_for(case: Case) -> Landing:
+    sources, targets = torch.full((2, max(1, case.num_landing)), 7, dtype=torch.int64)
+    return Landing(LANDING, case.num_landing, sources, targets, torch.full((1,), 99, dtype=torch.int32))
+
+
 def random_case(rng: np.random.Generator) -> Case:
     rows, top_k = int(rng.integers(1, 5)), int(rng.integers(1, 9))
     num_experts = int(rng.integers(top_k, 65))
@@ -97,10 +109,11 @@ def random_case(rng: np.random.Generator) -> Case:
         heat,
         cpu_count_table(costs, 4 * 8, mode),
         rng.integers(2**40, 2**46, num_slots).astype(np.int64) * 256,
+        int(rng.integers(0, 6)),
     )
 
 
-def check_case(case: Case, outputs: PlanOutputs, weights: torch.Tensor) -> Split:
+def check_case(case: Case, outputs: PlanOutputs, landing: Landing, weights: torch.Tensor) -> Split:
     """Compare everything but the mailbox with the rule."""
     split = case.split()
     lanes = split.lanes[0]
@@ -112,10 +125,19 @@ def check_case(case: Case, outputs: PlanOutputs, weights: torch.Tensor) -> Split
     )
     masked = np.where((lanes == Lane.CPU).reshape(case.picks.shape), np.float16(0), case.weights)
     np.testing.assert_array_equal(weights.numpy(), masked)
+    over_link = flat[split.standing[0] & (lanes == Lane.LINK)].tolist()
+    landed = over_link[: case.num_landing]  # in the order of their first picks
+    count = int(landing.count)
+    assert count == len(landed)
+    assert landing.sources[:count].tolist() == [HOME + expert * RECORD for expert in landed]
+    assert landing.targets[:count].tolist() == [LANDING + index * RECORD for index in range(count)]
+    assert (landing.sources[count:] == 7).all()
     expected = np.full(len(case.slots), 7, np.int64)
     for expert in np.unique(flat[flat >= 0]):
         slot = case.slots[expert]
         expected[expert] = case.slot_addresses[slot] if slot >= 0 else HOME + expert * RECORD
+        if expert in landed:
+            expected[expert] = LANDING + landed.index(expert) * RECORD
     np.testing.assert_array_equal(outputs.gate_table.numpy(), expected)
     np.testing.assert_array_equal(outputs.up_table.numpy(), np.where(expected == 7, 7, expected + UP))
     np.testing.assert_array_equal(outputs.down_table.numpy(), np.where(expected == 7, 7, expected + DOWN))
@@ -150,10 +172,10 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
     num_on_cpu = 0
     for number in range(400):
         case, seq = random_case(rng), (2**32 - 100 + number) % 2**32
-        inputs, outputs = case.inputs(), case.outputs()
+        inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
         ring.first_seq.fill_(int32_bits(seq - case.layer))
-        launch_plan(inputs, outputs, ring)
-        split = check_case(case, outputs, inputs.weights)
+        launch_plan(inputs, outputs, landing, ring)
+        split = check_case(case, outputs, landing, inputs.weights)
         check_mail(case, mailbox, seq, split)
         num_on_cpu += int(split.num_cpu[0])
     assert num_on_cpu > 200
@@ -164,16 +186,16 @@ def test_exact_mode_needs_no_mailbox() -> None:
     for _ in range(100):
         case = random_case(rng)
         case.cpu_count[:] = 0
-        inputs, outputs = case.inputs(), case.outputs()
-        launch_plan(inputs, outputs, None)
-        check_case(case, outputs, inputs.weights)
+        inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
+        launch_plan(inputs, outputs, landing, None)
+        check_case(case, outputs, landing, inputs.weights)
 
 
 def test_a_table_too_small_for_the_picks_is_refused() -> None:
     case = random_case(np.random.default_rng(0))
     case.cpu_count = case.cpu_count[: case.num_picks, : case.num_picks]
     with pytest.raises(ValueError, match="does not cover"):
-        launch_plan(case.inputs(), case.outputs(), None)
+        launch_plan(case.inputs(), case.outputs(), landing_for(case), None)
 
 
 @pytest.mark.parametrize("num_experts", [1, 127, 128, 129, 288])

@@ -1,6 +1,7 @@
 """The offload on a GPU: plans in the stream, policy on the host one step behind, copies beside both.
 
-decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts -> wait, add the CPU's part
+decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts of the link land in VRAM ->
+                experts -> wait, add the CPU's part
 decode step     once its kernels are enqueued the host reads the log of the step before, advances residency,
                 issues copies, and enqueues the table's changes behind the step
 prefill layer   pointers of all experts: staged slot, else resident slot, else home; no log, no heat
@@ -21,12 +22,13 @@ from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
+from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs
+from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.heat_keeper import HeatKeeper
@@ -81,7 +83,7 @@ class GpuOffload:
         self.counts = Counts()
         self.last_picks: NDArray[np.int32] | None = None  # of the newest step read, until the next is
         self._options = options
-        self._tables = memory.tables
+        self.tables = memory.tables
         self._loan_params = memory.loan
         self._device = device
         self._base = int(memory.alias.data_ptr())
@@ -98,6 +100,9 @@ class GpuOffload:
         self._counts = torch.zeros((layers, 3), dtype=torch.int32, device=device)
         self._heat = torch.zeros((layers, geometry.num_experts), dtype=torch.int32, device=device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
+        buffers = (min(plan.landing, width), arena.layout.record_bytes)
+        self._landing_bytes = torch.zeros(buffers, dtype=torch.uint8, device=device)
+        self.landing = make_landing(self._landing_bytes)
         self._num_tables = 0
         self._vram_bytes = 0
         self._logs = HostLogs(self._log, self._lanes, self._counts)
@@ -292,13 +297,19 @@ class GpuOffload:
             heat=self._heat_rows[layer],
             cpu_count=self._cpu_count,
             slot_addresses=self.store.addresses,
-            home=self._home(layer),
+            home=self.home(layer),
             layer=layer,
             record_bytes=layout.record_bytes,
             up_offset=layout.offsets[1],
             down_offset=layout.offsets[2],
         )
-        launch_plan(inputs, self._outputs[self._rows][layer], None if lane is None else lane.ring)
+        ring = None if lane is None else lane.ring
+        launch_plan(inputs, self._outputs[self._rows][layer], self.landing, ring)
+
+    def land_layer(self) -> None:
+        """Copy the experts that the layer just planned wants over the link: decode."""
+        if self._rows:
+            launch_gather(self.landing, self.arena.layout.record_bytes)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Add the CPU's part to a layer's sum, float32 (rows, hidden), behind a wait for it."""
@@ -316,7 +327,11 @@ class GpuOffload:
         """Fill a layer's tables whole. slots: int32 (experts,) on the device, -1 for home."""
         layout = self.arena.layout
         places = (layout.record_bytes, layout.offsets[1], layout.offsets[2])
-        launch_point(slots, self.store.addresses, self._outputs[0][layer], self._home(layer), places)
+        launch_point(slots, self.store.addresses, self._outputs[0][layer], self.home(layer), places)
+
+    def home(self, layer: int) -> int:
+        """Give the device's address of a layer's first record."""
+        return self._base + layer * self.policy.geometry.num_experts * self.arena.layout.record_bytes
 
     # ---- inside ----
 
@@ -325,11 +340,8 @@ class GpuOffload:
             raise EngineError("the offload was not started")
         return self._ledger
 
-    def _home(self, layer: int) -> int:
-        return self._base + layer * self.policy.geometry.num_experts * self.arena.layout.record_bytes
-
     def _make_outputs(self, layer: int, width: int) -> PlanOutputs:
-        tables = self._tables[layer]
+        tables = self.tables[layer]
         return PlanOutputs(
             tables.gate,
             tables.up,

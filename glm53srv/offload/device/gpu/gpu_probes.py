@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from glm53srv.offload.calibrate import CostProbes
+from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 
@@ -52,7 +53,7 @@ class GpuProbes:
 
     def _link(self, num_experts: int) -> float:
         layer, experts = self._take(num_experts)
-        return self._time(layer, experts, np.full(self._geometry.num_experts, -1, np.int32))
+        return self._time(layer, experts, np.full(self._geometry.num_experts, -1, np.int32), lands=True)
 
     def _vram(self, num_experts: int) -> float:
         layer, experts = self._take(num_experts)
@@ -70,21 +71,39 @@ class GpuProbes:
         self._offload.store.drain()
         return (time.perf_counter() - begin_s) * 1e3
 
-    def _time(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> float:
-        """Time the kernel over `experts`, the other picks skipped by their weight."""
+    def _time(self, layer: int, experts: np.ndarray, slots: np.ndarray, *, lands: bool = False) -> float:
+        """Time the kernel over `experts`, other picks skipped by their weight; lands: and their copies."""
         k = self._geometry.top_k
         others = np.setdiff1d(np.arange(self._geometry.num_experts), experts)[: k - len(experts)]
         picks = torch.from_numpy(np.concatenate([experts, others])[None].astype(np.int64)).to(self._device)
         weights = torch.zeros((1, k), dtype=torch.float16, device=self._device)
         weights[0, : len(experts)] = 0.1
-        self._offload.point(layer, torch.from_numpy(slots).to(self._device))
+        offload = self._offload
+        offload.point(layer, torch.from_numpy(slots).to(self._device))
+        if lands:
+            self._land(layer, experts)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         begin.record()
+        if lands:
+            launch_gather(offload.landing, offload.arena.layout.record_bytes)
         self._run(layer, self._x, picks, weights)
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end))
+
+    def _land(self, layer: int, experts: np.ndarray) -> None:
+        """Point a layer's tables at the buffers of its experts, and list their copies, as a plan does."""
+        offload, layout = self._offload, self._offload.arena.layout
+        landing, tables = offload.landing, offload.tables[layer]
+        count = min(len(experts), landing.num_experts)
+        own = torch.from_numpy(experts[:count].astype(np.int64)).to(self._device)
+        targets = landing.address + layout.record_bytes * torch.arange(count, device=self._device)
+        for table, offset in zip((tables.gate, tables.up, tables.down), layout.offsets, strict=True):
+            table[own] = targets + offset
+        landing.sources[:count] = offload.home(layer) + layout.record_bytes * own
+        landing.targets[:count] = targets
+        landing.count.fill_(count)
 
     def _take(self, num_experts: int) -> tuple[int, np.ndarray]:
         """Give a layer and experts that were not used lately: int (num_experts,)."""

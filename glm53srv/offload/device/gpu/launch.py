@@ -49,6 +49,29 @@ class PlanOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Landing:
+    """Where experts that come over the link are put before they are computed; all of it on the device.
+
+    address: of the first of num_experts buffers of a record each; every layer uses the same. sources,
+    targets: int64 (num_experts,), count: int32 (1,): the copies that a layer's plan wants, and how many.
+    """
+
+    address: int
+    num_experts: int
+    sources: torch.Tensor
+    targets: torch.Tensor
+    count: torch.Tensor
+
+
+def make_landing(buffers: torch.Tensor) -> Landing:
+    """Describe buffers, uint8 (num_experts, record bytes) on the device; the caller keeps them."""
+    num_experts = len(buffers)
+    sources, targets = torch.zeros((2, max(1, num_experts)), dtype=torch.int64, device=buffers.device)
+    count = torch.zeros(1, dtype=torch.int32, device=buffers.device)
+    return Landing(int(buffers.data_ptr()), num_experts, sources, targets, count)
+
+
+@dataclass(frozen=True, slots=True)
 class MailRing:
     """The mailbox as kernels see it. address: of its first cell, on the device; num_cells: a power of two.
 

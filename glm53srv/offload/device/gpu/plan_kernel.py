@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm53srv.offload.device.gpu.launch import MailRing, PlanInputs, PlanOutputs, power_of_two
+from glm53srv.offload.device.gpu.launch import Landing, MailRing, PlanInputs, PlanOutputs, power_of_two
 
 LANE_VRAM = tl.constexpr(1)
 LANE_LINK = tl.constexpr(2)
@@ -26,7 +26,9 @@ X_F16 = tl.constexpr(1)
 COPY_ITEMS = tl.constexpr(2048)
 
 
-@triton.jit(do_not_specialize=["home", "ring", "layer", "num_picks", "rows", "side"])
+@triton.jit(
+    do_not_specialize=["home", "ring", "landing", "num_landing", "layer", "num_picks", "rows", "side"]
+)
 def plan_layer(
     picks,
     weights,
@@ -41,9 +43,14 @@ def plan_layer(
     log_picks,
     log_lanes,
     counts,
+    gather_sources,
+    gather_targets,
+    gather_count,
     first_seq,
     fence,
     home,
+    landing,
+    num_landing,
     ring,
     layer,
     rows,
@@ -93,8 +100,19 @@ def plan_layer(
     tl.store(counts + 1, num_misses - num_cpu)
     tl.store(counts + 2, num_cpu)
 
+    # What comes over the link lands in a buffer while there is one, and is read in place beyond that.
+    is_link = lane == LANE_LINK
+    is_before = is_link[None, :] & (place[None, :] < place[:, None])
+    buffer = tl.sum(is_before.to(tl.int32), axis=1)
+    lands = is_link & (buffer < num_landing)
+    at_home = home + known.to(tl.int64) * record_bytes
+    landed = landing + buffer.to(tl.int64) * record_bytes
+    tl.store(gather_sources + buffer, at_home, mask=lands)
+    tl.store(gather_targets + buffer, landed, mask=lands)
+    tl.store(gather_count, tl.sum(lands.to(tl.int32), axis=0))
+
     in_slot = tl.load(slot_addresses + slot, mask=is_hit, other=0)
-    address = tl.where(is_hit, in_slot, home + known.to(tl.int64) * record_bytes)
+    address = tl.where(is_hit, in_slot, tl.where(lands, landed, at_home))
     tl.store(gate_table + known, address, mask=standing)
     tl.store(up_table + known, address + up_offset, mask=standing)
     tl.store(down_table + known, address + down_offset, mask=standing)
@@ -127,12 +145,14 @@ def plan_layer(
         tl.store(words + POSTED_WORD, seq + zero)
 
 
-def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, ring: MailRing | None) -> None:
+def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring: MailRing | None) -> None:
     """Plan a layer on the current stream.
 
     inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip.
     outputs: log_picks, log_lanes and counts are written whole, the pointer tables only where picked; other
-    entries may be stale, so a decode kernel may read picked experts alone. ring: where the CPU's jobs go,
+    entries may be stale, so a decode kernel may read picked experts alone. landing: experts over the link
+    are pointed to there, as many as it holds, and its lists say what must be copied before they are read:
+    launch_gather. ring: where the CPU's jobs go,
     that of this layer as number first_seq + layer, whose cell must be free. None sends nothing: cpu_count
     must then be all zeros (exact mode).
     """
@@ -154,9 +174,14 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, ring: MailRing | None)
         outputs.log_picks,
         outputs.log_lanes,
         outputs.counts,
+        landing.sources,
+        landing.targets,
+        landing.count,
         outputs.counts if ring is None else ring.first_seq,
         outputs.counts if ring is None else ring.fence,
         inputs.home,
+        landing.address,
+        landing.num_experts,
         0 if ring is None else ring.address,
         inputs.layer,
         rows,

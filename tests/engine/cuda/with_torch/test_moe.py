@@ -67,6 +67,9 @@ class Offload:
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
+    def land_layer(self) -> None:
+        self.told.append(("land",))
+
     def combine(self, layer: int, sums: Any) -> None:
         self.told.append(("combine", layer, sums))
 
@@ -103,10 +106,29 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
         ("begin", 1),
         ("router", 3, "config", "x", {}),
         ("plan", 1, "x", "picks", "weights"),
+        ("land",),
         ("experts", ("picks", "weights"), None),
         ("combine", 1, "sums viewed (-1, 8)"),
         ("end", 1),
     ]
+
+
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_the_shared_expert_begins_between_plan_and_copies(is_decoding: bool) -> None:
+    class Beside:
+        def begin(self, x: Any, params: dict[str, Any]) -> None:
+            told.append(("shared", x, params))
+
+    told: list[Any] = []
+    (layer,) = adopt_sparse_layers(Model([Block(Stock("one", told))]), Stock, side_stream="a stream")
+    layer.offload = Offload(told)
+    layer.offload.is_decoding = is_decoding
+    layer.shared_experts = Beside()
+    layer.forward("x", {"a": 1})
+    names = [each[0] for each in told]
+    shared = ["shared"] if is_decoding else []
+    assert names == ["begin", "router", "plan", *shared, "land", "experts", "combine", "end"]
+    assert not is_decoding or ("shared", "x", {"a": 1}) in told
 
 
 class LoadingStock(Stock):
