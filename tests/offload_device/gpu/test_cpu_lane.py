@@ -13,7 +13,7 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
-from glm53srv.offload.device.gpu.launch import MailRing, PlanInputs, PlanOutputs
+from glm53srv.offload.device.gpu.launch import MailRing, PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 
 NUM_STEPS = 3
@@ -48,7 +48,8 @@ def run_layer(arena: ExpertArena, layer: int, ring: MailRing, rng: np.random.Gen
     gate, up, down = (torch.zeros(experts, dtype=torch.int64) for _ in range(3))
     log, lanes = torch.zeros(top_k, dtype=torch.int32), torch.zeros(top_k, dtype=torch.int8)
     counts = torch.zeros(3, dtype=torch.int32)
-    launch_plan(inputs, PlanOutputs(gate, up, down, log, lanes, counts), ring)
+    landing = make_landing(torch.zeros((0, arena.layout.record_bytes), dtype=torch.uint8))
+    launch_plan(inputs, PlanOutputs(gate, up, down, log, lanes, counts), landing, ring)
     out = torch.zeros(1, hidden)
     launch_combine(out, counts, layer, ring)  # waits for the job of this number
     assert counts.tolist() == [0, 0, top_k]

@@ -37,7 +37,6 @@ from glm53srv.offload.device.staged_chunk import StagedChunk
 from glm53srv.offload.elastic import ElasticLoan, loan_slots
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy, ResidencyUpdate, SlotState
-from glm53srv.offload.split import Lane
 from glm53srv.offload.staging import should_stage
 from glm53srv.offload.warm_fill import fill_from_history
 
@@ -352,15 +351,10 @@ class GpuOffload:
         )
 
     def _learn(self, log: StepLog) -> None:
-        counts = self.counts
         self.last_picks = log.picks
         self.policy.observe(log.picks)
         self._heat_keeper.end_step(self.policy.history)
-        counts.num_vram += int(log.counts[:, 0].sum())
-        counts.num_link += int(log.counts[:, 1].sum())
-        counts.num_cpu += int(log.counts[:, 2].sum())
-        counts.num_picks += int((log.picks >= 0).sum())
-        counts.num_hit_picks += int((log.lanes == Lane.VRAM).sum())
+        self.counts.add_log(log.picks, log.lanes, log.counts)
 
     def _execute(self, update: ResidencyUpdate) -> NDArray[np.int32]:
         self.store.apply(update)
