@@ -112,10 +112,16 @@ def measure(
     results["counts"] = asdict(engine.offload.counts)
     results["peak_rss_gib"] = peak_rss_gib()
     results["peak_vram_gib"] = torch.cuda.max_memory_reserved() / GIB
+    free, total = torch.cuda.mem_get_info()  # of the card, so with what torch does not know of
+    results["card_used_gib"] = (total - free) / GIB
+    results["vram_held_gib"] = torch.cuda.memory_reserved() / GIB
     if engine.offload.lane is not None:
         crew = engine.offload.lane.stats()
         results["crew"] = asdict(crew) | {"ms_per_expert": crew.ms_per_expert}
-    say(f"peak RAM {results['peak_rss_gib']:.1f} GiB, peak VRAM of torch {results['peak_vram_gib']:.1f} GiB")
+    say(
+        f"peak RAM {results['peak_rss_gib']:.1f} GiB, peak VRAM of torch {results['peak_vram_gib']:.1f} GiB, "
+        f"now {results['vram_held_gib']:.1f}, used on the card {results['card_used_gib']:.1f}"
+    )
 
 
 def build_engine(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,11 +97,18 @@ def measure_beside(driver: Driver, num_tokens: int, layers: int) -> Figures:
 
 
 def soak(driver: Driver, engine: CudaEngine, seconds: float) -> Figures:
-    """Mix prompts of many lengths, decode steps of 1 to 4 rows and aborts; watch memory and slots."""
+    """Mix prompts of many lengths, decode steps of 1 to 4 rows, aborts, and prompts on a card that something
+    else has filled; watch memory and slots. Raises EngineError for a slot that differs from home.
+
+    Growth counts from the end of the first tenth: by then every shape has come up.
+    """
     rng = np.random.default_rng(5)
-    end, number, tokens = time.perf_counter() + seconds, 0, 0
-    vram_begin = torch.cuda.memory_reserved()
+    begin, number, tokens, aborted, refused = time.perf_counter(), 0, 0, 0, 0
+    end, settled = begin + seconds, begin + seconds / 10
+    vram_begin, rss_begin = 0, float("nan")
     while time.perf_counter() < end:
+        if not vram_begin and time.perf_counter() >= settled:
+            vram_begin, rss_begin = torch.cuda.memory_reserved(), rss_gib()
         width = int(rng.integers(1, 5))
         slots = list(range(width))
         for slot in slots:
@@ -112,20 +121,69 @@ def soak(driver: Driver, engine: CudaEngine, seconds: float) -> Figures:
             for piece in pieces[: int(rng.integers(1, len(pieces)))]:
                 driver.step(piece, decode=slots)
             driver.step(release=[width])
+            aborted += 1
+        if number % 10 == 5 and width < 4:
+            refused += outgrow(driver, width, slots)
         driver.step(release=slots)
         engine.check_slots(4, seed=number)
         number += 1
     return {
         "rounds": float(number),
         "decoded_tokens": float(tokens),
+        "aborted_prompts": float(aborted),
+        "refused_prompts": float(refused),
         "vram_growth_mib": (torch.cuda.memory_reserved() - vram_begin) / 2**20,
+        "rss_growth_mib": (rss_gib() - rss_begin) * 2**10,
         "peak_rss_gib": peak_rss_gib(),
     }
 
 
+def outgrow(
+    driver: Driver,
+    slot: int,
+    decode: list[int],
+    num_tokens: int = 5000,
+    fill: Callable[[], list[Any]] | None = None,
+) -> bool:
+    """Let a prompt run on a card that fills up behind its first layers; tells whether it was refused.
+
+    The streams `decode` go on in every step. fill: takes the card's memory, fill_card by default; it is given
+    back at the end.
+    """
+    pieces = driver.pieces(slot, num_tokens, 5)
+    driver.step(pieces[0], decode=decode)
+    ballast = (fill or fill_card)()
+    found = [driver.step(piece, decode=decode) for piece in pieces[1:]]
+    ballast.clear()
+    torch.cuda.empty_cache()
+    driver.step(release=[slot])
+    return any(token.error is not None for step in found for token in step.tokens)
+
+
+def fill_card(spare: int = 4) -> list[torch.Tensor]:
+    """Take the memory that this process may still take of the card, but for `spare` pieces of 64 MiB."""
+    taken: list[torch.Tensor] = []
+    try:
+        while True:
+            taken.append(torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        del taken[-spare:]
+    torch.cuda.empty_cache()
+    return taken
+
+
+def rss_gib() -> float:
+    """Give the memory that this process holds, NaN where the kernel does not say."""
+    return _of_process("VmRSS:")
+
+
 def peak_rss_gib() -> float:
     """Give the most memory that this process has held, NaN where the kernel does not say."""
+    return _of_process("VmHWM:")
+
+
+def _of_process(name: str) -> float:
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(name):
             return int(line.split()[1]) / 2**20
     return float("nan")

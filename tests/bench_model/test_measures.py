@@ -17,6 +17,7 @@ from glm53srv.bench_model.measures import (
     measure_beside,
     measure_decode,
     measure_prefill,
+    outgrow,
     peak_rss_gib,
     recall_of_previous,
 )
@@ -105,3 +106,20 @@ def test_recall_counts_each_row_against_itself() -> None:
 def test_published_routes_recall_what_was_published() -> None:
     routes = generate(400, seed=3).astype(np.int32)
     assert recall_of_previous(list(routes), 1) == pytest.approx(0.33, abs=0.02)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_prompt_that_outgrows_the_card_is_refused_and_its_company_goes_on(
+    bench: Bench, is_full: bool
+) -> None:
+    bench.driver.prefill_s(0, 20)
+
+    def fill() -> list[str]:
+        bench.model.fails_at = NUM_LAYERS - 1 if is_full else None
+        return ["ballast"]
+
+    assert outgrow(bench.driver, 1, [0], 40, fill) == is_full
+    assert bench.model.num_states == 1
+    bench.driver.step(decode=[0])
+    bench.driver.step(release=[0])
+    assert bench.model.num_states == 0

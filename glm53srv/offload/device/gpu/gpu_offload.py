@@ -87,6 +87,7 @@ class GpuOffload:
         self._device = device
         self._base = int(memory.alias.data_ptr())
         self._loan = ElasticLoan(plan)
+        self._lent = range(0)  # slots without memory
         self._heat_keeper = HeatKeeper(options.heat, geometry, fingerprint)
         self._ledger: CostLedger | None = None
         self._chunk: StagedChunk | None = None
@@ -167,7 +168,8 @@ class GpuOffload:
             and num_tokens <= self._options.cpu_prefill_tokens
         )
         if shrink:
-            self.store.lend(range(self.policy.capacity + staged, self.policy.num_slots))
+            self._lent = range(self.policy.capacity + staged, self.policy.num_slots)
+            self.store.lend(self._lent)
 
     def stage_chunk(self) -> None:
         """Begin to stage, once the chunk's embeddings are on their way: behind the copies of two layers'
@@ -178,7 +180,8 @@ class GpuOffload:
     def end_chunk(self, is_more_waiting: bool) -> None:
         """End a chunk, finished or not, and give the loan back unless another chunk follows at once.
 
-        Raises torch.OutOfMemoryError when the chunk's activations are still held; it may be called again.
+        Where the memory is not there, since something else took it, the slots stay lent until a later
+        chunk's end.
         """
         chunk, self._chunk = self._chunk, None
         self._is_staging = self._is_shared = False
@@ -191,7 +194,13 @@ class GpuOffload:
             # The memory first: a loan that cannot be given back yet stays a loan, and is asked for again.
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
-            self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
+            try:
+                self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
+            except torch.OutOfMemoryError as error:
+                self.store.lend(self._lent)  # also those that came back: the next chunk counts on them
+                reason = str(error).splitlines()[0]
+                logger.warning("%d slots stay lent, the card has no room: %s", len(self._lent), reason)
+                return
         self.policy.grow(self._loan.end(is_more_waiting).grow)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._costs())
