@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glm53srv.kernels import ExpertTable, KernelPool, Precision
+from glm53srv.kernels import ExpertTable, Isa, KernelPool, Precision
 from glm53srv.machine import read_machine
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.cost import fit_lane_cost
@@ -65,11 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, ROWS], choices=range(1, ROWS + 1))
+    parser.add_argument("--isa", choices=[isa.name for isa in Isa], default=Isa.AUTO.name)
     parser.add_argument("--precision", choices=[each.name for each in Precision], default="FAST16")
     parser.add_argument("--jobs", type=int, default=2000, help="jobs without picks")
     parser.add_argument("--repeats", type=int, default=60, help="jobs of each number of experts")
     arguments = parser.parse_args(argv)
-    precision = Precision[arguments.precision]
+    precision, isa = Precision[arguments.precision], Isa[arguments.isa]
     arena = random_arena()
     table = ExpertTable(arena.experts(0))
     cores = read_machine().core_cpus
@@ -78,10 +79,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"pages: {arena.region.pages.name.lower()} {arena.region.refusal}".strip())
     for num_threads in arguments.threads:
         shares = " (one shares the poster's core)" if num_threads >= len(cores) else ""
-        print(f"\n{num_threads} threads of {len(cores)} cores{shares}, {precision.name}")
+        with KernelPool(1, isa) as pool:  # refuses what is not there, and tells what AUTO takes
+            isa = pool.isa
+        print(f"\n{num_threads} threads of {len(cores)} cores{shares}, {precision.name}, {isa.name}")
         mailbox = Mailbox(MailboxShape(ROWS, TOP_K, HIDDEN))
         options = CrewOptions(
-            num_threads, cpus=cpus, precision=precision, limit=LIMIT, poll_us=POLL_US, deadline_ms=60_000
+            num_threads,
+            cpus=cpus,
+            isa=isa,
+            precision=precision,
+            limit=LIMIT,
+            poll_us=POLL_US,
+            deadline_ms=60_000,
         )
         with Crew(arena, mailbox, options) as crew:
             time_hand_over(crew, arguments.jobs)
@@ -89,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for rows in arguments.rows:
                 time_jobs(crew, mailbox, rows, arguments.repeats)
         for rows in arguments.rows:
-            time_alone(table, cpus[:num_threads], rows, precision)
+            time_alone(table, cpus[:num_threads], rows, precision, isa)
         time_read(arena, cpus[:num_threads])
     return 0
 
@@ -146,14 +155,14 @@ def time_jobs(crew: Crew, mailbox: Mailbox, rows: int, repeats: int) -> None:
 
 
 def time_alone(
-    table: ExpertTable, cpus: Sequence[int], rows: int, precision: Precision, num_calls: int = 10
+    table: ExpertTable, cpus: Sequence[int], rows: int, precision: Precision, isa: Isa, num_calls: int = 10
 ) -> None:
     """Print what the kernels take when every thread has a pool, rows and experts of its own."""
     elapsed_s: list[float] = []
 
     def compute(thread: int, start: threading.Barrier) -> None:
         jobs = itertools.islice(_jobs(rows, TOP_K, thread * NUM_EXPERTS // len(cpus)), 1 + num_calls)
-        with KernelPool(1) as pool:
+        with KernelPool(1, isa) as pool:
             for number, job in enumerate(jobs):
                 if number == 1:  # the first has sized the pool's memory
                     start.wait()

@@ -4,9 +4,9 @@
     python -m bench.profile trace.decode_of_1.json.gz --svg lanes.svg          anywhere
 
 Reads a Chrome trace as torch's profiler writes it, device events only; needs the Python standard library.
-Steps are told apart by the copy of the logits to the host. A part's time is that of its kernels; when nothing
-ran on the GPU it was idle: between steps for the host, within one between two kernels. What the routed
-experts' kernels read, from VRAM or over the link, is one launch and cannot be told apart here.
+Steps are told apart by the copy of the logits to the host, the largest of those. A part's time is that of its
+kernels; when nothing ran on the GPU it was idle: between steps for the host, within one between two kernels.
+What the routed experts' kernels read, from VRAM or over the link, is one launch and not told apart here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file
@@ -46,7 +46,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 """Name, kernels, colour; the first that matches counts."""
 COLOURS = {name: colour for name, _, colour in PARTS}
-LOGITS = "Memcpy DtoH (Device -> Pageable)"
+TO_HOST = "Memcpy DtoH"
 SMALL_GAP_US = 20.0
 WIDTH, LEFT, LANE = 1180, 110, 34
 
@@ -60,6 +60,7 @@ class Event:
     end: float
     stream: int
     part: str = ""
+    num_bytes: int = 0
 
 
 def read_events(path: Path) -> list[Event]:
@@ -69,7 +70,13 @@ def read_events(path: Path) -> list[Event]:
         with opener(path, "rt", encoding="utf-8") as file:
             items = json.load(file)["traceEvents"]
         found = [
-            Event(str(item["name"]), float(item["ts"]), float(item["ts"]) + float(item["dur"]), _stream(item))
+            Event(
+                str(item["name"]),
+                float(item["ts"]),
+                float(item["ts"]) + float(item["dur"]),
+                _number(item, "stream"),
+                num_bytes=_number(item, "bytes"),
+            )
             for item in items
             if item.get("ph") == "X" and item.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
         ]
@@ -79,17 +86,19 @@ def read_events(path: Path) -> list[Event]:
         raise BadInput(f"{path}: the trace has no device events")
     found.sort(key=lambda event: event.begin)
     first = found[0].begin
-    return [Event(each.name, each.begin - first, each.end - first, each.stream) for each in found]
+    return [replace(each, begin=each.begin - first, end=each.end - first) for each in found]
 
 
-def _stream(item: dict[str, object]) -> int:
+def _number(item: dict[str, object], name: str) -> int:
     arguments = item.get("args")
-    return int(arguments.get("stream", 0)) if isinstance(arguments, dict) else 0
+    return int(arguments.get(name, 0)) if isinstance(arguments, dict) else 0
 
 
 def cut_steps(events: Sequence[Event]) -> list[list[Event]]:
     """Give the events of each whole step, from behind one copy of logits to the next, parts named."""
-    ends = [index for index, event in enumerate(events) if event.name == LOGITS]
+    copies = [index for index, event in enumerate(events) if event.name.startswith(TO_HOST)]
+    most = max((events[index].num_bytes for index in copies), default=0)
+    ends = [index for index in copies if events[index].num_bytes == most]
     return [_name_parts(events[begin + 1 : end + 1]) for begin, end in itertools.pairwise(ends)]
 
 
@@ -105,10 +114,7 @@ def _name_parts(step: Sequence[Event]) -> list[Event]:
     products = [index for index, name in enumerate(names) if name == "other products"]
     if products:
         names[products[-1]] = "head"
-    return [
-        Event(event.name, event.begin, event.end, event.stream, name)
-        for event, name in zip(step, names, strict=True)
-    ]
+    return [replace(event, part=name) for event, name in zip(step, names, strict=True)]
 
 
 def idle_times(step: Sequence[Event], begin: float) -> tuple[float, float]:

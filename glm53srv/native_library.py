@@ -28,6 +28,7 @@ class Isa(enum.IntEnum):
     SCALAR = 1
     AVX2 = 2
     AVX512 = 3
+    AMX = 4
 
 
 @dataclass(frozen=True, slots=True)

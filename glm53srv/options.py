@@ -101,7 +101,7 @@ OPTIONS: tuple[Option, ...] = (
         "auto",
         "instruction set of the native kernels",
         "CPU kernels",
-        choices=("auto", "scalar", "avx2", "avx512"),
+        choices=("auto", "scalar", "avx2", "avx512", "amx"),
     ),
     Option(
         "precision",

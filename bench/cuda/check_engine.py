@@ -41,10 +41,21 @@ DECODE_STEPS = 20
 
 
 class Tap(SamplerBank):
-    """A sampler that keeps the logits it was given."""
+    """A sampler that keeps the logits given since forget(): a step's decode rows, then its prompt's."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._kept: list[Logits] = []
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+    @property
+    def seen(self) -> Logits:
+        return np.concatenate(self._kept)
 
     def sample(self, slots: Sequence[int], logits: Any) -> list[SampledToken]:
-        self.seen = np.array(logits)
+        self._kept.append(np.array(logits))
         return super().sample(slots, logits)
 
 
@@ -66,6 +77,7 @@ class Ours:
 
     def run(self, plan: dict[str, Any]) -> Any:
         self._step += 1
+        self.tap.forget()
         return self.engine.step(StepPlan(self._step, **plan))
 
     def pieces(self, slot: int, ids: Sequence[int], layers: int | None = None) -> Iterator[PrefillSlice]:

@@ -150,7 +150,7 @@ def build_engine(
         f"{device_bytes(config) / GIB:.2f} GiB of other weights on the card"
     )
     routes = _impose_routes(loaded) if options.routes == "published" else None
-    model: Any = TimedModel(loaded.model)
+    model: Any = TimedModel(loaded.model, None if routes is None else routes.send_ahead)
     sampler = SamplerBank(config.vocab_size, config.eos_token_ids)
     try:
         engine = CudaEngine.open(replace(loaded, model=model), sampler, cuda)

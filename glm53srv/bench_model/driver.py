@@ -7,7 +7,7 @@ experts of a loop would all be in the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -100,10 +100,14 @@ class Driver:
 
 
 class TimedModel:
-    """A CudaModel that notes how long the host takes to enqueue a decode step: the floor of a step's time."""
+    """A CudaModel that notes how long the host takes to enqueue a decode step: the floor of a step's time.
 
-    def __init__(self, model: Any) -> None:
+    behind: called when a step is enqueued, and not timed, for what prepares the next one.
+    """
+
+    def __init__(self, model: Any, behind: Callable[[], None] | None = None) -> None:
         self._model = model
+        self._behind = behind
         self.enqueue_s: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -114,4 +118,6 @@ class TimedModel:
         begin = time.perf_counter()
         logits = self._model.decode(*arguments)
         self.enqueue_s.append(time.perf_counter() - begin)
+        if self._behind is not None:
+            self._behind()
         return logits

@@ -22,6 +22,7 @@ EXLLAMAV3 = "1.5.1"
 CPU_FLAGS = {
     Isa.AVX2: ("avx2", "fma", "f16c"),
     Isa.AVX512: ("avx512f", "avx512bw", "avx512vbmi", "avx512_vnni"),
+    Isa.AMX: ("amx_tile", "amx_int8"),
 }
 """What the kernels of an instruction set need besides those of the ones before it, by /proc/cpuinfo's names
 (native/src/dispatch.c)."""
@@ -126,8 +127,16 @@ def check_kernels(config: EngineConfig, probe: Probe, machine: MachineFacts, nee
         lacking = _lacking_flags(Isa.AVX2, machine)
         remedy = "use a CPU with AVX2, FMA and F16C" if lacking else "rebuild with python -m cffi_build"
         return warn("kernels", f"{why}: the scalar kernels are used, which are many times slower", remedy)
-    best = "" if Isa.AVX512 in features.isas else f" (not avx512: {_why_not(Isa.AVX512, machine)})"
-    return ok("kernels", f"{tiers}{best}{_build_mode(features)}")
+    return ok("kernels", f"{tiers}{_missed(features, machine)}{_build_mode(features)}")
+
+
+def _missed(features: CpuFeatures, machine: MachineFacts) -> str:
+    """Say why the next better kernels are not there; AMX is missed only by a CPU that has it."""
+    if Isa.AVX512 not in features.isas:
+        return f" (not avx512: {_why_not(Isa.AVX512, machine)})"
+    if Isa.AMX not in features.isas and not _lacking_flags(Isa.AMX, machine):
+        return f" (not amx: {_why_not(Isa.AMX, machine)})"
+    return ""
 
 
 def _lacking_flags(isa: Isa, machine: MachineFacts) -> list[str]:
@@ -137,7 +146,13 @@ def _lacking_flags(isa: Isa, machine: MachineFacts) -> list[str]:
 
 def _why_not(isa: Isa, machine: MachineFacts) -> str:
     lacking = _lacking_flags(isa, machine)
-    return f"the CPU has no {', '.join(lacking)}" if lacking else f"this build has no {isa.name} kernels"
+    if lacking:
+        return f"the CPU has no {', '.join(lacking)}"
+    if isa is Isa.AMX:
+        return (
+            "this build has no AMX kernels, or Linux (5.16 or later grants it) or a sandbox refuses its use"
+        )
+    return f"this build has no {isa.name} kernels"
 
 
 def _build_mode(features: CpuFeatures) -> str:

@@ -26,7 +26,8 @@ Chunk = TypeVar("Chunk")
 @dataclass(slots=True)
 class Slot(Generic[State, Chunk]):
     """One sequence. in_flight: activations of the chunk under way, None between chunks; chunk: its tokens;
-    next_layer: its next layer. num_computed: tokens whose state is complete in every layer."""
+    next_layer: its next layer. num_computed: tokens whose state is complete in every layer. page_ids: of its
+    last decode row, known to exist."""
 
     state: State
     num_computed: int = 0
@@ -34,6 +35,7 @@ class Slot(Generic[State, Chunk]):
     in_flight: Chunk | None = None
     chunk: tuple[int, ...] = ()
     next_layer: int = 0
+    page_ids: tuple[int, ...] = ()
 
     def pause(self, piece: PrefillSlice, in_flight: Chunk) -> None:
         """Keep a chunk's activations after the slice's last layer."""
@@ -93,7 +95,8 @@ class SlotBook(Generic[State, Chunk]):
         others = [other for other, state in self.slots.items() if state.chunk and other != piece.slot]
         require(not others, f"{name} prefill inside a chunk of slot {others}")
         self._check_tokens(piece.token_ids, name)
-        self._check_pages(piece.page_ids, piece.start_position + len(piece.token_ids), name)
+        self._check_room(piece.page_ids, piece.start_position + len(piece.token_ids), name)
+        self._check_page_ids(piece.page_ids, name)
         return slot
 
     def check_decode(self, rows: Sequence[DecodeRow]) -> list[Slot[State, Chunk]]:
@@ -109,7 +112,10 @@ class SlotBook(Generic[State, Chunk]):
                 f"{name} position {row.position}, expected {slot.num_computed}",
             )
             self._check_tokens((row.token_id,), name)
-            self._check_pages(row.page_ids, row.position + 1, name)
+            self._check_room(row.page_ids, row.position + 1, name)
+            if row.page_ids != slot.page_ids:  # a device waits for us: hundreds of pages are looked at once
+                self._check_page_ids(row.page_ids, name)
+                slot.page_ids = row.page_ids
             found.append(slot)
         return found
 
@@ -117,13 +123,16 @@ class SlotBook(Generic[State, Chunk]):
         vocab_size = self._limits.vocab_size
         require(all(0 <= token < vocab_size for token in token_ids), f"{name} unknown token id")
 
-    def _check_pages(self, page_ids: Sequence[int], num_tokens: int, name: str) -> None:
+    def _check_page_ids(self, page_ids: Sequence[int], name: str) -> None:
+        num_pages = self._limits.num_pages
+        require(all(0 <= page < num_pages for page in page_ids), f"{name} page id out of range")
+
+    def _check_room(self, page_ids: Sequence[int], num_tokens: int, name: str) -> None:
         limits = self._limits
         require(num_tokens <= limits.max_context_tokens, f"{name} {num_tokens} tokens exceed the context")
         require(
             len(page_ids) * limits.page_tokens >= num_tokens, f"{name} too few pages for {num_tokens} tokens"
         )
-        require(all(0 <= page < limits.num_pages for page in page_ids), f"{name} page id out of range")
 
 
 def require(condition: bool, text: str) -> None:

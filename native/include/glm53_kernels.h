@@ -17,7 +17,7 @@
  *   - the same call gives the same bits each time, for any number of threads;
  *   - a row's result does not depend on the other rows of the call, on how many there are, or on where its
  * picks stand; the picks of one row are summed in the order in which that row lists them. Different
- * instruction sets differ by rounding, except that AVX2 and AVX512 give the same bits in FAST16.
+ * instruction sets differ by rounding, except that AVX2, AVX512 and AMX give the same bits in FAST16.
  *
  * Arrays are dense, C order. "f16" is the IEEE binary16 bit pattern in a uint16_t.
  */
@@ -48,8 +48,16 @@ enum {
     GLM53_FULL = 10      /* the mailbox has no free cell */
 };
 
-/* AVX2: with FMA and F16C. AVX512: those, and AVX-512 F, BW, VBMI and VNNI. */
-enum { GLM53_ISA_AUTO = 0, GLM53_ISA_SCALAR = 1, GLM53_ISA_AVX2 = 2, GLM53_ISA_AVX512 = 3 };
+/* AVX2: with FMA and F16C. AVX512: those, and AVX-512 F, BW, VBMI and VNNI. AMX: those, and tiles of INT8,
+ * which Linux must grant; being asked whether there is AMX (AUTO asks, too) makes the library request it for
+ * the process. */
+enum {
+    GLM53_ISA_AUTO = 0,
+    GLM53_ISA_SCALAR = 1,
+    GLM53_ISA_AVX2 = 2,
+    GLM53_ISA_AVX512 = 3,
+    GLM53_ISA_AMX = 4
+};
 
 enum { GLM53_CODEBOOK_DEFAULT = 0, GLM53_CODEBOOK_MCG = 1, GLM53_CODEBOOK_MUL1 = 2 };
 

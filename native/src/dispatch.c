@@ -3,6 +3,10 @@
 
 #ifdef GLM53_HAS_X86
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 static bool has_avx2(void) {
     unsigned a, b, c, d;
@@ -16,6 +20,23 @@ static bool has_avx512(void) {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
 }
+
+#ifdef GLM53_HAS_AMX
+/* Sapphire Rapids and later. Linux (5.16) lets a process use tiles that asks for it; once asked, all threads
+ * may, and asking again changes nothing. Refused under a virtual machine or a seccomp filter that does not
+ * know the call, or where a thread has an alternative signal stack without room for 8 KiB of tiles. */
+static bool has_amx(void) {
+    if (!has_avx512()) return false;
+#ifdef GLM53_AMX_EMULATED
+    return true;
+#else
+    enum { AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_TILE) || !(d & AMX_INT8)) return false;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#endif
+}
+#endif
 #endif
 
 const char *glm53_status_text(int32_t status) {
@@ -49,6 +70,9 @@ const char *glm53_status_text(int32_t status) {
 
 const glm53_tier *glm53_find_tier(int32_t isa) {
     if (isa == GLM53_ISA_SCALAR) return &glm53_tier_scalar;
+#ifdef GLM53_HAS_AMX
+    if ((isa == GLM53_ISA_AMX || isa == GLM53_ISA_AUTO) && has_amx()) return &glm53_tier_amx;
+#endif
 #ifdef GLM53_HAS_X86
     if ((isa == GLM53_ISA_AVX512 || isa == GLM53_ISA_AUTO) && has_avx512()) return &glm53_tier_avx512;
     if ((isa == GLM53_ISA_AVX2 || isa == GLM53_ISA_AUTO) && has_avx2()) return &glm53_tier_avx2;
@@ -58,7 +82,7 @@ const glm53_tier *glm53_find_tier(int32_t isa) {
 
 uint32_t glm53_isa_mask(void) {
     uint32_t mask = 0;
-    for (int32_t isa = GLM53_ISA_SCALAR; isa <= GLM53_ISA_AVX512; isa++) {
+    for (int32_t isa = GLM53_ISA_SCALAR; isa <= GLM53_ISA_AMX; isa++) {
         if (glm53_find_tier(isa)) mask |= 1u << isa;
     }
     return mask;

@@ -34,8 +34,8 @@ typedef struct {
 
 /* A rectangle of a product: 128-blocks [block_begin, block_end) of k, tiles [tile_begin, tile_end) of n.
  * x: prepared blocks, block-major: block b of row r starts at float (b * rows + r) * GLM53_X_FLOATS.
- * acc: row r, column n (from tile_begin * 16) at r * acc_stride + n; overwritten. At least
- * GLM53_AHEAD_TILES tiles wide. */
+ * acc: row r, column n (from tile_begin * 16) at r * acc_stride + n; overwritten. A multiple of
+ * GLM53_AHEAD_TILES tiles wide, as matrices are. */
 typedef struct glm53_rect {
     const glm53_matrix *matrix;
     const void *plan; /* the tier's, for the matrix's bits */
@@ -90,6 +90,18 @@ extern const glm53_tier glm53_tier_scalar;
 #define GLM53_HAS_X86 1
 extern const glm53_tier glm53_tier_avx2;
 extern const glm53_tier glm53_tier_avx512;
+/* gcc's header or clang's tells that the compiler and its assembler know AMX. Only Linux is asked for leave
+ * to use it. */
+#if defined(GLM53_AMX_EMULATED)
+#define GLM53_HAS_AMX 1
+#elif defined(__linux__) && defined(__has_include)
+#if __has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>)
+#define GLM53_HAS_AMX 1
+#endif
+#endif
+#ifdef GLM53_HAS_AMX
+extern const glm53_tier glm53_tier_amx;
+#endif
 #endif
 
 /* NULL if the CPU or the build lacks it. */

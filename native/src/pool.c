@@ -252,7 +252,7 @@ int32_t glm53_pool_create(const glm53_pool_config *config, glm53_pool **out) {
     if (!out) return GLM53_BAD_ARGUMENT;
     *out = NULL;
     if (!config || config->num_threads < 1 || config->num_threads > 1024) return GLM53_BAD_ARGUMENT;
-    if (config->isa < GLM53_ISA_AUTO || config->isa > GLM53_ISA_AVX512) return GLM53_BAD_ARGUMENT;
+    if (config->isa < GLM53_ISA_AUTO || config->isa > GLM53_ISA_AMX) return GLM53_BAD_ARGUMENT;
     if (config->cpus && config->num_cpus < 1) return GLM53_BAD_ARGUMENT;
     if (config->spin_us < 0) return GLM53_BAD_ARGUMENT;
     const glm53_tier *tier = glm53_find_tier(config->isa);

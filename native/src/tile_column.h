@@ -23,24 +23,25 @@ INLINE tile_column column_at(const glm53_rect *rect, int32_t b, int32_t nt) {
 
 /* Runs of tiles are read by eight streams at once, one per k-tile, and end after a band of columns: the
  * hardware follows them only in part. So each column of tiles fetches one that comes a little later on the
- * thread's way: in the run, at the beginning of the next block's, or of the next rectangle's. */
-INLINE void prefetch_ahead(const glm53_rect *rect, int32_t b, int32_t nt) {
+ * thread's way: in the run, at the beginning of the next block's, or of the next rectangle's. first is NULL
+ * if nothing comes. */
+INLINE tile_column column_ahead(const glm53_rect *rect, int32_t b, int32_t nt) {
     int32_t ahead = nt + GLM53_AHEAD_TILES, past = ahead - rect->tile_end;
-    tile_column column;
-    if (past < 0) {
-        column = column_at(rect, b, ahead);
-    } else if (b + 1 < rect->block_end) {
-        column = column_at(rect, b + 1, rect->tile_begin + past);
-    } else if (rect->next) {
-        column = column_at(rect->next, rect->next->block_begin, rect->next->tile_begin + past);
-    } else {
-        return;
-    }
-    size_t tile_bytes = 2 * glm53_tile_halves(rect->matrix);
-    for (size_t i = 0; i < K_TILES; i++) {
-        const char *tile = (const char *)(column.first + i * column.stride);
-        for (size_t at = 0; at < tile_bytes; at += 64) __builtin_prefetch(tile + at, 0, 3);
-    }
+    if (past < 0) return column_at(rect, b, ahead);
+    if (b + 1 < rect->block_end) return column_at(rect, b + 1, rect->tile_begin + past);
+    if (rect->next) return column_at(rect->next, rect->next->block_begin, rect->next->tile_begin + past);
+    return (tile_column){0};
+}
+
+INLINE void prefetch_run(const uint16_t *run, size_t num_halves) {
+    for (size_t at = 0; at < 2 * num_halves; at += 64) __builtin_prefetch((const char *)run + at, 0, 3);
+}
+
+INLINE void prefetch_ahead(const glm53_rect *rect, int32_t b, int32_t nt) {
+    tile_column column = column_ahead(rect, b, nt);
+    if (!column.first) return;
+    size_t halves = glm53_tile_halves(rect->matrix);
+    for (size_t i = 0; i < K_TILES; i++) prefetch_run(column.first + i * column.stride, halves);
 }
 
 INLINE const float *block_of(const glm53_rect *rect, int32_t b, int32_t r) {

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.errors import BadInput
-from bench.profile import LOGITS, cut_steps, main, read_events, summarize
+from bench.profile import TO_HOST, cut_steps, main, read_events, summarize
 
 LAYER = (
     ("gdn_ba_gemv_kernel", 4.0),
@@ -25,11 +25,14 @@ LAYER = (
     ("void hc_apply_kernel<4>", 1.0),
 )
 HOST_GAP, SMALL_GAP = 500.0, 1.0
+LOGITS, LOG = f"{TO_HOST} (Device -> Pinned)", f"{TO_HOST} (Device -> Pinned) of the log"
+NUM_BYTES = {LOGITS: 619520, LOG: 5376}
 
 
 def kernel(name: str, begin: float, length: float, stream: int = 7) -> dict[str, Any]:
     category = "gpu_memcpy" if "Memcpy" in name else "kernel"
-    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length, "args": {"stream": stream}}
+    arguments = {"stream": stream} | ({"bytes": NUM_BYTES[name]} if name in NUM_BYTES else {})
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length, "args": arguments}
 
 
 def make_trace(
@@ -82,6 +85,13 @@ def test_time_goes_to_the_parts_that_kernels_belong_to(tmp_path: Path, name: str
     assert found["idle: between two kernels"].ms == pytest.approx((launches - 1) * SMALL_GAP / 1e3, rel=0.2)
     assert span == pytest.approx((HOST_GAP + 6 * 91.0 + 115.0 + (launches - 1) * SMALL_GAP) / 1e3, rel=1e-3)
     assert [row.ms for row in rows] == sorted((row.ms for row in rows), reverse=True)
+
+
+def test_smaller_copies_to_the_host_end_no_step(tmp_path: Path) -> None:
+    layer = (("plan_layer", 2.0), (LOG, 3.0), ("exl3_moe_coop_a_kernel<3>", 40.0))
+    steps = cut_steps(read_events(write(tmp_path / "t.json", make_trace(4, layer))))
+    assert [sum(event.name == LOG for event in step) for step in steps] == [6, 6, 6]
+    assert all(step[-1].name == LOGITS for step in steps)
 
 
 def test_one_launch_of_experts_behind_a_plan_is_the_routed_ones(tmp_path: Path) -> None:

@@ -111,6 +111,19 @@ def test_a_timed_model_notes_each_decode_and_passes_the_rest_on() -> None:
     assert min(model.enqueue_s) >= 0
 
 
+def test_a_timed_model_calls_what_comes_behind_a_step_when_it_is_enqueued() -> None:
+    told = []
+
+    class Model:
+        def decode(self, number: int) -> None:
+            told.append(f"decode {number}")
+
+    model = TimedModel(Model(), lambda: told.append("behind"))
+    model.decode(1)
+    model.decode(2)
+    assert told == ["decode 1", "behind", "decode 2", "behind"]
+
+
 def test_routes_are_told_the_rows_of_every_decode_step() -> None:
     told = []
 

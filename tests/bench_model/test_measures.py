@@ -32,12 +32,12 @@ class CountingOffload(FakeOffload):
 
     counts: Counts = field(default_factory=Counts)
 
-    def begin_decode(self, num_rows: int) -> None:
-        super().begin_decode(num_rows)
+    def begin_decode(self, num_rows: int, *, is_captured: bool) -> int:
         self.counts.num_vram += 3
         self.counts.num_link += 2
         self.counts.num_picks += 8 * num_rows
         self.counts.num_hit_picks += 4 * num_rows
+        return super().begin_decode(num_rows, is_captured=is_captured)
 
 
 class Bench:

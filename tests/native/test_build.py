@@ -103,7 +103,7 @@ def test_command_prints_one_line(checkout: Path) -> None:
     assert "_kernels_abi.so" in done.stdout
 
 
-@pytest.mark.parametrize("isa", [Isa.AVX2, Isa.AVX512], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", [Isa.AVX2, Isa.AVX512, Isa.AMX], ids=lambda isa: isa.name)
 def test_portable_build_offers_the_scalar_kernels_alone(checkout: Path, isa: Isa) -> None:
     build(checkout, checkout / "package", compiler=PORTABLE, mode="abi")
     library = open_library(checkout / "package")

@@ -23,6 +23,9 @@ MIB = 2**20
 SKYLAKE_FLAGS = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw"})
 """Of a CPU with some of AVX-512, but not what our kernels need of it."""
 
+ICE_LAKE_FLAGS = SKYLAKE_FLAGS | {"avx512vbmi", "avx512_vnni"}
+"""Of a CPU with all that our kernels need of AVX-512."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -225,8 +228,26 @@ WITHOUT_GPU = (
         FATAL,
         "--isa avx512: this build has no AVX512 kernels; there is scalar, avx2",
         "use --isa auto",
-        lambda: PretendedProbe(server_machine(cpu_flags=SKYLAKE_FLAGS | {"avx512vbmi", "avx512_vnni"})),
+        lambda: PretendedProbe(server_machine(cpu_flags=ICE_LAKE_FLAGS)),
         ("--isa", "avx512"),
+    ),
+    Case(
+        "tiles asked for that are not there",
+        "kernels",
+        FATAL,
+        "--isa amx: the CPU has no amx_tile, amx_int8; there is scalar, avx2",
+        "use --isa auto",
+        lambda: PretendedProbe(server_machine(cpu_flags=ICE_LAKE_FLAGS)),
+        ("--isa", "amx"),
+    ),
+    Case(
+        "tiles asked for that are refused",
+        "kernels",
+        FATAL,
+        "--isa amx: this build has no AMX kernels, or Linux (5.16 or later grants it) or a sandbox refuses",
+        "use --isa auto",
+        lambda: PretendedProbe(server_machine(cpu_flags=ICE_LAKE_FLAGS | {"amx_tile", "amx_int8"})),
+        ("--isa", "amx"),
     ),
     Case(
         "kernels not built",

@@ -2,8 +2,9 @@
 
     step    release -> prefill slice -> decode step enqueued -> host work of the offload -> logits -> tokens
 
-The host waits for the device once per step, for the logits; a prefill slice that gives none waits at its end,
-so that its time is its own.
+The host waits for the device once per step, for the logits, and behind a prefill slice, so that its time is
+its own. Between the logits and the next step's first kernel the device is idle: what does not depend on the
+tokens is done before the wait.
 """
 
 from __future__ import annotations
@@ -242,12 +243,11 @@ class CudaEngine:
             self._model.wait()
         middle_s = time.perf_counter()
         layers_s = _with_tail(done.layers_s, middle_s - begin_s)
-        slot_ids = [row.slot for row in plan.decode]
-        rows = [self._decode(plan.decode)] if plan.decode else []
+        tokens: list[SampledToken] = []
+        if plan.decode:
+            tokens = self._sampler.sample([row.slot for row in plan.decode], self._decode(plan.decode))
         if plan.prefill is not None and done.last_row is not None:
-            slot_ids.append(plan.prefill.slot)
-            rows.append(done.last_row)
-        tokens = self._sampler.sample(slot_ids, np.concatenate(rows)) if rows else []
+            tokens += self._sampler.sample([plan.prefill.slot], done.last_row)
         if plan.prefill is not None and done.error is not None:
             tokens.append(SampledToken(plan.prefill.slot, 0, error=done.error))
         end_s = time.perf_counter()
@@ -347,12 +347,14 @@ class CudaEngine:
 
     def _decode(self, rows: Sequence[DecodeRow]) -> NDArray[np.float32]:
         slots = self._book.check_decode(rows)
-        self._offload.begin_decode(len(rows))
+        is_captured = self._model.is_captured(len(rows))
+        first_job = self._offload.begin_decode(len(rows), is_captured=is_captured)
         logits = self._model.decode(
             [row.token_id for row in rows],
             [slot.state for slot in slots],
             [row.page_ids for row in rows],
             [row.position for row in rows],
+            first_job,
         )
         self._offload.end_decode(self._step_ms)
         host = self._model.to_host(logits)

@@ -1,11 +1,15 @@
 """A decode step as a few CUDA graphs: the host launches a dozen in place of over a thousand kernels.
 
-    inputs copied -> graph -> attention -> graph -> attention -> ... -> graph -> logits
+    inputs written -> graph -> attention -> graph -> attention -> ... -> graph -> logits
 
 A graph holds everything from one latent attention to the next: three KDA layers, the expert layers with
-plan and CPU part, hyper-connections. The attention itself is called between two graphs as before, since its
+plan and CPU part, hyper-connections. Only the first is short: the device begins a graph when the host has
+launched it whole, which took 180 us for 73 kernels of three blocks (H200, traced, 2026-11-30), and until the
+first has begun it is idle. Up to the end of the first KDA layer there are 16, and they run for 130 us: the
+host launches the next graph meanwhile. The attention itself is called between two graphs as before, since its
 kernels take lengths of the context from the host. What differs from step to step is read from device memory
-that keeps its place: embeddings, lengths, slots of the recurrent states, the number of the first CPU job.
+that keeps its place, see step_inputs.py; the first graph begins with its copy from the host, so that nothing
+but this graph's launch stands between a token and its step.
 
 The package captures small graphs of its own, which must not be launched while ours are captured. It does so
 from a shape's second run on; a layer that was set up anew runs plainly once, and that run is captured.
@@ -15,13 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from glm53srv.offload.device.gpu.host_reader import launch_fetch
+from glm53srv.engine.cuda.step_inputs import DecodeRows, Embedding, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +33,11 @@ logger = logging.getLogger(__name__)
 class Planner(Protocol):
     """The offload, as far as a capture needs it."""
 
-    def planning(self, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """Let the layers plan steps of num_rows rows that are captured and not run."""
+    def planning(self, num_rows: int, first_job: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Let the layers plan steps of num_rows rows that are captured and not run.
+
+        first_job: int32 (1,) on the device, where each step finds the number of its first CPU job.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,49 +51,14 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A graph and the attention behind it, None behind the last. x, y: what it takes and where it goes."""
+    """A graph and the attention behind it, None behind the first if it is short, and behind the last.
+
+    x, y: what the attention takes and where that goes."""
 
     graph: torch.cuda.CUDAGraph
     attention: Any = None
     x: torch.Tensor | None = None
     y: torch.Tensor | None = None
-
-
-class StepInputs:
-    """What changes from step to step, on the device at places that stay, sent by one kernel.
-
-    The host's buffer is used again with the next step, by when this one's end must have been waited for.
-    """
-
-    def __init__(self, width: int, max_pages: int, hidden: int, dtype: torch.dtype, device: Any) -> None:
-        """Allocate for `width` rows with up to max_pages pages each; dtype: of the embedding."""
-        self._width = width
-        words = -(-width * hidden * dtype.itemsize // 16) * 4  # the embedding's, then numbers, all int32
-        length, pins = words + width * (2 + max_pages), torch.cuda.is_available()
-        self._staged = torch.zeros(length, dtype=torch.int32, pin_memory=pins)
-        self._sent = torch.zeros_like(self._staged, device=device)
-        self._begin = words
-        self._numbers = self._staged.numpy()[words:]
-        shape = (width, 1, hidden)
-        self._staged_x = self._staged[:words].view(dtype)[: width * hidden].view(shape)
-        self.x = self._sent[:words].view(dtype)[: width * hidden].view(shape)
-        self.lengths = self._sent[words : words + width]
-        self.slots = self._sent[words + width : words + 2 * width]
-
-    def send(
-        self, x: torch.Tensor, positions: list[int], slots: list[int], tables: list[list[int]], pages: int
-    ) -> torch.Tensor:
-        """Enqueue the copy. x: (width, 1, hidden), on the host. Gives the block table, (width, pages)."""
-        width, numbers = self._width, self._numbers
-        end = width * (2 + pages)
-        numbers[:width], numbers[width : 2 * width] = positions, slots
-        table = numbers[2 * width : end].reshape(width, pages)
-        table[:] = 0
-        for row, ids in enumerate(tables):
-            table[row, : len(ids)] = ids
-        self._staged_x.copy_(x)
-        launch_fetch(self._staged[: self._begin + end], self._sent[: self._begin + end])
-        return self._sent[self._begin + 2 * width : self._begin + end].view(width, pages)
 
 
 class Recorder:
@@ -127,8 +99,6 @@ class DecodeGraph:
     def __init__(
         self, parts: Parts, cache: Any, width: int, max_pages: int, recorder: Recorder, *, by_row: bool
     ) -> None:
-        embedding = parts.prolog[0]
-        self._embedding = embedding
         self._modules = [*parts.prolog[1:], *parts.blocks, *parts.epilog]
         self._cache = cache
         self._width = width
@@ -136,12 +106,11 @@ class DecodeGraph:
         self._recorder = recorder
         self._attentions = [block.attn for block in parts.blocks if is_latent_attention(block.attn)]
         self._recurrent = [block.attn for block in parts.blocks if not is_latent_attention(block.attn)]
+        self._first = parts.blocks[0].attn
         self._mlps = [block.mlp for block in parts.blocks]
         self._segments: list[_Segment] = []
         self._kept: list[Any] = []  # objects of the package whose memory the graphs read
-        sample = self._embed([0] * width)
-        device = parts.blocks[0].device
-        self._inputs = StepInputs(width, max_pages, sample.shape[-1], sample.dtype, device)
+        self._inputs = StepInputs(width, max_pages, Embedding(parts.prolog[0]), parts.blocks[0].device)
         self._logits: torch.Tensor | None = None
 
     def capture(self, planner: Planner) -> None:
@@ -156,10 +125,17 @@ class DecodeGraph:
             "indexed_embeddings": [],
             "layer_instance": 0,
         }
-        x = self._inputs.x
-        with self._recorder.recording(), planner.planning(self._width), self._cutting():
+        inputs = self._inputs
+        x = inputs.x
+        inputs.fetch()  # a kernel that was not loaded yet could not be captured
+        with (
+            self._recorder.recording(),
+            planner.planning(self._width, inputs.first_job),
+            self._cutting(),
+        ):
             self._graph = self._recorder.begin()
             try:
+                inputs.fetch()
                 for module in self._modules:
                     x = module.forward(x, params)
             except BaseException:
@@ -172,35 +148,23 @@ class DecodeGraph:
         self._logits = x[:, 0]
         self._kept += self._recorder.scratch()
 
-    def run(
-        self,
-        token_ids: Sequence[int],
-        slots: list[int],
-        page_ids: Sequence[Sequence[int]],
-        positions: list[int],
-        table_pages: int,
-    ) -> torch.Tensor:
+    def run(self, rows: DecodeRows) -> torch.Tensor:
         """Enqueue a step; gives its logits, (rows, padded vocabulary), which the next one overwrites."""
-        pages = [list(ids[:table_pages]) for ids in page_ids]
-        table = self._inputs.send(self._embed(token_ids), positions, slots, pages, table_pages)
-        calls = self._attention_params(table, positions)
+        self._inputs.write(rows)
+        calls: list[dict[str, Any]] = []
         for segment in self._segments:
             segment.graph.replay()
             if segment.attention is not None:
                 assert segment.x is not None
                 assert segment.y is not None
+                calls = calls or self._attention_params(rows)  # not before the device has something to do
                 self._attend(segment.attention, segment.x, segment.y, calls)
         assert self._logits is not None
         return self._logits
 
-    def _embed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        ids = torch.tensor([[token] for token in token_ids], dtype=torch.int64)
-        embedded: torch.Tensor = self._embedding.forward(ids, {"indexed_embeddings": []})
-        return embedded
-
-    def _attention_params(self, table: torch.Tensor, positions: list[int]) -> list[dict[str, Any]]:
+    def _attention_params(self, rows: DecodeRows) -> list[dict[str, Any]]:
         """Make the arguments of the attention's calls: one for all rows, or one a row."""
-        lengths = self._inputs.lengths
+        lengths, table, positions = self._inputs.lengths, self._inputs.table(rows.table_pages), rows.positions
         step = 1 if self._by_row else self._width
         return [
             {
@@ -209,7 +173,7 @@ class DecodeGraph:
                 "block_table": table[row : row + step],
                 "cache_seqlens": lengths[row : row + step],
                 "positions": lengths[row : row + step],
-                "_mla_host_seqlens": positions[row : row + step],
+                "_mla_host_seqlens": list(positions[row : row + step]),
                 "layer_instance": 0,
             }
             for row in range(0, self._width, step)
@@ -224,7 +188,7 @@ class DecodeGraph:
 
     @contextlib.contextmanager
     def _cutting(self) -> Iterator[None]:
-        """Make every attention end the graph that leads to it, and begin the next behind it."""
+        """End the graph in front of every attention and begin the next behind it; end the first early."""
 
         def cut(attention: Any, x: torch.Tensor) -> torch.Tensor:
             self._graph.capture_end()
@@ -233,13 +197,25 @@ class DecodeGraph:
             self._graph = self._recorder.begin()
             return y
 
+        def end_early(forward: Any, x: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+            y: torch.Tensor = forward(x, params)
+            self._graph.capture_end()
+            self._segments.append(_Segment(self._graph))
+            self._graph = self._recorder.begin()
+            return y
+
+        changed = list(self._attentions)
         for attention in self._attentions:
             attention.forward = lambda x, params, out_dtype=None, own=attention: cut(own, x)
+        if not is_latent_attention(self._first):
+            usual = self._first.forward
+            self._first.forward = lambda x, params, out_dtype=None: end_early(usual, x, params)
+            changed.append(self._first)
         try:
             yield
         finally:
-            for attention in self._attentions:
-                del attention.forward
+            for layer in changed:
+                del layer.forward
 
     def _renew(self) -> None:
         """Set up anew what would launch a graph of the package's."""

@@ -16,24 +16,33 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.device.gpu.host_reader import launch_fetch
 
+NUM_STAGED = 4
+"""Pinned copies, used in turn. A step takes two at most, and when it begins all were read that were sent
+before the step in front of it."""
+
 
 class ImposedRoutes:
     """Owns the picks of the step that runs. Engine thread only.
 
     traces: one for each stream, integers (tokens, sparse layers, top_k); a stream that reaches the end of its
-    trace begins it again. send() must come before each decode step, whose end must have been waited for by
-    the next call. Steps before the first call pick experts 0 to top_k - 1.
+    trace begins it again. send() must come before each decode step; the end of the one before it must have
+    been waited for. Steps before the first call pick experts 0 to top_k - 1.
     """
 
     def __init__(self, traces: Sequence[NDArray[np.integer[Any]]], max_rows: int, device: Any) -> None:
         _, num_layers, top_k = traces[0].shape
         self._traces = [trace.astype(np.int64) for trace in traces]
         self._staged = torch.zeros(
-            (num_layers, max_rows, top_k), dtype=torch.int64, pin_memory=torch.cuda.is_available()
+            (NUM_STAGED, num_layers, max_rows, top_k),
+            dtype=torch.int64,
+            pin_memory=torch.cuda.is_available(),
         )
         self._staged[:] = torch.arange(top_k)
-        self._picks = self._staged.to(device, copy=True)
+        self._picks = self._staged[0].to(device, copy=True)
         self._places = [0] * len(traces)
+        self._num_sent = 0
+        self._last: tuple[int, ...] = ()
+        self._ahead: tuple[int, ...] = ()
 
     def impose(self, layers: Sequence[Any]) -> None:
         """Make the sparse layers, in order, take their picks from here in steps of at most max_rows rows."""
@@ -41,13 +50,31 @@ class ImposedRoutes:
             layer.change_routing(self._wrap(index))
 
     def send(self, streams: Sequence[int]) -> None:
-        """Enqueue the next picks of these streams, one for each row of the step in order."""
-        numbers = self._staged.numpy()
+        """Enqueue the next picks of these streams, one for each row of the step in order.
+
+        Nothing is left to do when send_ahead() has sent them.
+        """
+        self._last, ahead, self._ahead = tuple(streams), self._ahead, ()
+        if ahead != self._last:
+            self._enqueue(self._last)
+        for stream in streams:
+            self._places[stream] = (self._places[stream] + 1) % len(self._traces[stream])
+
+    def send_ahead(self) -> None:
+        """Enqueue the same streams' next picks, behind a step that is enqueued already.
+
+        So that what a server does not do is not done between two steps, where the device waits for it.
+        """
+        self._enqueue(self._last)
+        self._ahead = self._last
+
+    def _enqueue(self, streams: tuple[int, ...]) -> None:
+        staged = self._staged[self._num_sent % NUM_STAGED]
+        self._num_sent += 1
+        numbers = staged.numpy()
         for row, stream in enumerate(streams):
-            trace, place = self._traces[stream], self._places[stream]
-            numbers[:, row] = trace[place]
-            self._places[stream] = (place + 1) % len(trace)
-        launch_fetch(self._staged, self._picks)
+            numbers[:, row] = self._traces[stream][self._places[stream]]
+        launch_fetch(staged, self._picks)
 
     def _wrap(self, index: int) -> Callable[[Any], Any]:
         picks_of_layer = self._picks[index]

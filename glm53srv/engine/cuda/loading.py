@@ -30,7 +30,8 @@ from glm53srv.offload.cost import Mode, default_costs
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
-from glm53srv.offload.device.gpu.gpu_offload import GpuMemory, GpuOffload
+from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
+from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane, make_lane
 from glm53srv.offload.device.gpu.registered import device_alias
@@ -319,8 +320,8 @@ def run_decode(model: CudaModel, width: int, num_steps: int) -> None:
     states = [model.new_state() for _ in range(width)]
     try:
         for step in range(num_steps):
-            pages = [[row] for row in range(width)]
-            model.to_host(model.decode([7 + row for row in range(width)], states, pages, [step] * width))
+            tokens, pages = [7 + row for row in range(width)], [[row] for row in range(width)]
+            model.to_host(model.decode(tokens, states, pages, [step] * width, 0))  # no CPU job
     finally:
         for state in states:
             state.free()

@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from glm53srv.engine.cuda.graphs import DecodeGraph, Parts, Planner, Recorder
+from glm53srv.engine.cuda.host_logits import HostLogits, SentLogits
+from glm53srv.engine.cuda.step_inputs import DecodeRows
 
 PAGE_TOKENS = 256
 """The package's page of the cache."""
@@ -44,6 +46,7 @@ class CudaModel:
         self._model = model
         self._cache = cache
         self._vocab_size = vocab_size
+        self._host_logits = HostLogits(vocab_size)
         recurrent = importlib.import_module("exllamav3.cache.recurrent_util")
         self._advance = recurrent.advance_recurrent_states
         modules = [module for module, _, _ in model.fwd_modules]
@@ -78,6 +81,10 @@ class CudaModel:
     def captured_widths(self) -> tuple[int, ...]:
         """Numbers of rows whose decode steps are graphs."""
         return tuple(sorted(self._graphs))
+
+    def is_captured(self, width: int) -> bool:
+        """Tell whether decode steps of `width` rows are graphs."""
+        return width in self._graphs
 
     def drop_graphs(self) -> None:
         """Decode without graphs from now on; the device must be idle."""
@@ -132,7 +139,8 @@ class CudaModel:
         """Give logits of some of last_hidden's rows: float32 (rows, vocabulary). Waits for the device."""
         module = self._epilog[-1]
         y = module.forward(module.prepare_for_device(hidden.contiguous(), chunk.params), chunk.params)
-        return self._to_host(y[0])
+        rows: NDArray[np.float32] = y[0, :, : self._vocab_size].float().cpu().numpy()
+        return rows
 
     def decode(
         self,
@@ -140,28 +148,32 @@ class CudaModel:
         states: list[Any],
         page_ids: Sequence[Sequence[int]],
         positions: list[int],
-    ) -> torch.Tensor:
-        """Enqueue one token of each row; gives logits on the device, (rows, padded vocabulary)."""
+        first_job: int,
+    ) -> SentLogits:
+        """Enqueue one token of each row, and behind it the logits' way to the host; see to_host.
+
+        first_job: what the offload's begin_decode gave; a step that is no graph does not look at it.
+        """
         width = (
             -(-max(-(-(position + 1) // PAGE_TOKENS) for position in positions) // TABLE_STEP) * TABLE_STEP
         )
         graph = self._graphs.get(len(token_ids))
         if graph is not None:
-            logits = graph.run(token_ids, [state.slot for state in states], page_ids, positions, width)
+            slots = [state.slot for state in states]
+            logits = graph.run(DecodeRows(token_ids, slots, page_ids, positions, width, first_job))
             ids = torch.empty((len(token_ids), 1), dtype=torch.int64)
             self._advance(ids, {"recurrent_states": states}, self._model)
-            return logits
+            return self._host_logits.send(logits)
         params = self._params(page_ids, width, positions, states)
         ids = torch.tensor([[token] for token in token_ids], dtype=torch.int64)
-        return self._model.forward(ids, params)[:, 0]
+        return self._host_logits.send(self._model.forward(ids, params)[:, 0])
 
-    def to_host(self, logits: torch.Tensor) -> NDArray[np.float32]:
-        """Wait for logits and give them as float32 (rows, vocabulary)."""
-        return self._to_host(logits)
+    def to_host(self, logits: SentLogits) -> NDArray[np.float32]:
+        """Wait for a step's logits: float32 (rows, vocabulary), borrowed until the next step.
 
-    def _to_host(self, logits: torch.Tensor) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = logits[:, : self._vocab_size].float().cpu().numpy()
-        return rows
+        What was enqueued behind decode() may still run when they are there.
+        """
+        return logits.wait()
 
     def _params(
         self, page_ids: Sequence[Sequence[int]], width: int, positions: list[int], states: list[Any]

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from glm53srv.offload.device.gpu.gpu_offload import GpuOffload, LayerTables
+from glm53srv.offload.device.gpu.gpu_memory import LayerTables
+from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 
 
 def stock_class() -> Any:

@@ -71,8 +71,8 @@ def run_width(model: CudaModel, offload: GpuOffload, limits: EngineLimits, width
         for state in states:
             state.position = position
         for step in range(STEPS_PER_WIDTH):
-            offload.begin_decode(width)
-            logits = model.decode([7] * width, states, pages, [position + step] * width)
+            first_job = offload.begin_decode(width, is_captured=model.is_captured(width))
+            logits = model.decode([7] * width, states, pages, [position + step] * width, first_job)
             offload.end_decode(FIRST_STEP_MS)
             model.to_host(logits)
     finally:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+from numpy.typing import NDArray
+
 from glm53srv.offload.report import OffloadCounts
+from glm53srv.offload.split import Lane
 
 
 @dataclass(slots=True)
@@ -27,6 +31,26 @@ class Counts:
         """Distinct experts that a slot served, of all that decode steps picked; None before the first."""
         total = self.num_vram + self.num_link + self.num_cpu
         return self.num_vram / total if total else None
+
+    def add_log(
+        self,
+        picks: NDArray[np.int32],
+        kept: NDArray[np.int32],
+        lanes: NDArray[np.int8],
+        counts: NDArray[np.int32],
+    ) -> None:
+        """Add a decode step's routing log.
+
+        picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
+        3), distinct experts in VRAM, over the link, on the CPU.
+        """
+        in_vram, over_link, on_cpu = counts.sum(axis=0).tolist()
+        self.num_vram += in_vram
+        self.num_link += over_link
+        self.num_cpu += on_cpu
+        self.num_picks += int((picks >= 0).sum())
+        self.num_hit_picks += int((lanes == Lane.VRAM).sum())
+        self.num_kept += int((kept >= 0).sum())
 
     def frozen(self) -> OffloadCounts:
         """Give the values so far."""

@@ -68,6 +68,7 @@ class FakeModel:
     wanted_rows: list[bool] = field(default_factory=list)
     refuses_width: int | None = None
     captured: list[tuple[int, bool]] = field(default_factory=list)
+    first_jobs: list[int] = field(default_factory=list)
 
     def new_state(self) -> FakeState:
         self.num_states += 1
@@ -111,7 +112,9 @@ class FakeModel:
         states: Sequence[FakeState],
         page_ids: Sequence[Sequence[int]],
         positions: Sequence[int],
+        first_job: int,
     ) -> torch.Tensor:
+        self.first_jobs.append(first_job)
         for token, state, position in zip(token_ids, states, positions, strict=True):
             assert position == len(state.tokens)
             state.tokens.append(token)
@@ -130,6 +133,9 @@ class FakeModel:
     def captured_widths(self) -> tuple[int, ...]:
         return tuple(width for width, _ in self.captured)
 
+    def is_captured(self, width: int) -> bool:
+        return width in self.captured_widths
+
     def drop_graphs(self) -> None:
         self.captured.clear()
 
@@ -142,9 +148,10 @@ class FakeModel:
 
 @dataclass
 class FakeOffload:
-    """Stands for GpuOffload; notes the brackets in order."""
+    """Stands for GpuOffload; notes the brackets in order. Steps' first jobs are numbered 1000, 1001, ..."""
 
     calls: list[str] = field(default_factory=list)
+    captured_steps: list[bool] = field(default_factory=list)
     report: None = None
     last_picks: NDArray[np.int32] | None = None
 
@@ -157,8 +164,10 @@ class FakeOffload:
     def end_chunk(self, is_more_waiting: bool) -> None:
         self.calls.append(f"end {'more' if is_more_waiting else 'last'}")
 
-    def begin_decode(self, num_rows: int) -> None:
+    def begin_decode(self, num_rows: int, *, is_captured: bool) -> int:
         self.calls.append(f"decode {num_rows}")
+        self.captured_steps.append(is_captured)
+        return 999 + len(self.captured_steps)
 
     def end_decode(self, step_ms: float) -> None:
         assert step_ms > 0

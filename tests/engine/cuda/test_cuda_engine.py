@@ -71,6 +71,16 @@ def test_the_offload_sees_brackets_in_order(bench: Bench) -> None:
     ]
 
 
+def test_a_step_gets_the_number_of_its_first_cpu_job_whether_it_is_a_graph_or_not(bench: Bench) -> None:
+    stream, other = bench.stream(0, 4), bench.stream(1, 4)
+    bench.model.captured = [(1, True)]
+    bench.driver.prefill(stream)
+    bench.driver.prefill(other, beside=[stream])
+    bench.driver.decode([stream, other], 1)
+    assert bench.offload.captured_steps == [True, False]
+    assert bench.model.first_jobs == [1000, 1001]
+
+
 def test_only_a_last_or_judged_chunk_runs_the_last_layer_whole(bench: Bench) -> None:
     stream = bench.stream(0, 40)
     stream.prompt_logprobs = PromptLogprobs(20, 2)
@@ -147,6 +157,16 @@ def test_memory_that_runs_out_in_decode_ends_the_engine(bench: Bench) -> None:
         bench.driver.decode([stream], 1)
     with pytest.raises(EngineError, match="after a failed step"):
         bench.engine.step(StepPlan(99))
+
+
+@pytest.mark.parametrize("pages", [(0, 8), (0, -1), (8,)])
+def test_pages_that_change_between_two_steps_are_checked_anew(bench: Bench, pages: tuple[int, ...]) -> None:
+    stream = bench.stream(0, 4)
+    bench.driver.prefill(stream)
+    bench.driver.decode([stream], 2)
+    stream.page_ids = pages
+    with pytest.raises(EngineError, match="page id out of range"):
+        bench.driver.decode([stream], 1)
 
 
 def test_warm_up_runs_a_chunk_and_every_width_and_leaves_nothing(bench: Bench) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,20 +40,30 @@ def make_ring(mailbox: Mailbox, device: torch.device | str) -> MailRing:
 class CpuLane:
     """Owns mailbox and crew. Engine thread only.
 
-    Per step: begin_step; per layer plan kernel and combine kernel, both with `ring`; take_answers and check
-    behind its end. The combine kernel's wait has no limit of its own: a crew that hangs answers every job by
-    its watchdog, with an error that check() raises, so the stream goes on.
+    Per step: begin_step, its number to where the step's kernels read it; per layer plan kernel and combine
+    kernel, both with `ring`; take_answers and check behind its end. The combine kernel's wait has no limit of
+    its own: a crew that hangs answers every job by its watchdog, with an error that check() raises, so the
+    stream goes on.
     """
 
     def __init__(
-        self, arena: ExpertArena, max_rows: int, options: CrewOptions, extension: Any, device: torch.device
+        self,
+        arena: ExpertArena,
+        max_rows: int,
+        options: CrewOptions,
+        extension: Any,
+        device: torch.device,
+        *,
+        first_seq: int = 1,
     ) -> None:
-        """Register the mailbox and start the workers. Raises MachineError."""
+        """Register the mailbox and start the workers; jobs count from first_seq. Raises MachineError."""
         geometry = arena.geometry
         self._num_layers = geometry.num_layers
         # Cells of two steps, so that a step's answers can be read beside the next.
         cells = power_of_two(2 * geometry.num_layers)
-        self._shape = MailboxShape(max_rows, geometry.top_k, arena.layout.hidden, num_cells=cells)
+        self._shape = MailboxShape(
+            max_rows, geometry.top_k, arena.layout.hidden, num_cells=cells, first_seq=first_seq
+        )
         self.mailbox = Mailbox(self._shape)
         self._memory = RegisteredMemory(extension)
         self._memory.pin(self.mailbox.region)
@@ -59,14 +72,27 @@ class CpuLane:
         self.ring = make_ring(self.mailbox, device)
         self.crew = Crew(arena, self.mailbox, options)
 
-    def begin_step(self) -> None:
-        """Wake the workers and number the step's jobs, one per sparse layer; the step must post them all."""
+    def begin_step(self) -> int:
+        """Wake the workers and number the step's jobs, one per sparse layer; the step must post them all.
+
+        Gives the first one's number as an int32, for the place that the step's kernels read it from.
+        """
         first = self._next_seq
         self._answered = self._posted
         self._posted = range(first, first + self._num_layers)
         self._next_seq = (first + self._num_layers) & 0xFFFFFFFF
-        self.ring.first_seq.fill_(int32_bits(first))
         self.crew.ring()
+        return int32_bits(first)
+
+    @contextlib.contextmanager
+    def numbered_at(self, first_job: torch.Tensor) -> Iterator[None]:
+        """Let kernels launched inside read their step's number from first_job: int32 (1,), on the device."""
+        usual = self.ring
+        self.ring = replace(usual, first_seq=first_job)
+        try:
+            yield
+        finally:
+            self.ring = usual
 
     def check(self) -> None:
         """Raise EngineError if a job or the crew failed."""

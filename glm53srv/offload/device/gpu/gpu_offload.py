@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,57 +21,32 @@ from numpy.typing import NDArray
 from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost_ledger import CostLedger
-from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
 from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
+from glm53srv.offload.device.gpu.step_words import StepWords
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.device.staged_chunk import StagedChunk
-from glm53srv.offload.elastic import ElasticLoan, LoanParams, loan_slots
-from glm53srv.offload.offers import NUM_WORDS
+from glm53srv.offload.elastic import ElasticLoan, loan_slots
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy, SlotState
 from glm53srv.offload.residency_update import ResidencyUpdate
-from glm53srv.offload.split import Lane
 from glm53srv.offload.staging import should_stage
-from glm53srv.offload.vram_plan import VramPlan
 from glm53srv.offload.warm_fill import fill_from_history
 
 logger = logging.getLogger(__name__)
 
 MAX_SETTLING_ADVANCES = 6
 """Advances after which called slots must be lent when no step runs: unmap, drained, landed, spare."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTables:
-    """A sparse layer's pointer tables in the package: int64 (experts,) each, on the device, never moved."""
-
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """What an offload is built on. arena: filled and registered; alias: its bytes on the device.
-
-    tables: of the sparse layers. plan: division of the VRAM. loan: what a chunk's activations take.
-    """
-
-    arena: ExpertArena
-    alias: torch.Tensor
-    tables: list[LayerTables]
-    plan: VramPlan
-    loan: LoanParams = field(default_factory=LoanParams)
 
 
 class GpuOffload:
@@ -127,10 +102,7 @@ class GpuOffload:
         self._log = torch.full((2, layers, width), -1, dtype=torch.int32, device=device)  # picks, kept
         self._lanes = torch.zeros((layers, width), dtype=torch.int8, device=device)
         self._counts = torch.zeros((layers, 3), dtype=torch.int32, device=device)
-        # Heat and offers change together, in one piece.
-        self._words = torch.zeros(geometry.num_keys + NUM_WORDS, dtype=torch.int32, device=device)
-        self._heat, self._offers = self._words[: geometry.num_keys], self._words[geometry.num_keys :]
-        self._offer_head = torch.zeros(1, dtype=torch.int32, device=device)
+        self._words = StepWords(geometry, device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
         buffers = (min(plan.landing, width), arena.layout.record_bytes)
         self._landing_bytes = torch.zeros(buffers, dtype=torch.uint8, device=device)
@@ -141,7 +113,6 @@ class GpuOffload:
         self._report: OffloadReport | None = None
         # Slices made once: a step asks for each of them, and making one costs a microsecond of the host.
         self._slot_rows = [self.store.device_table[layer] for layer in range(layers)]
-        self._heat_rows = list(self._heat.view(layers, geometry.num_experts))
         self._count_rows = [self._counts[layer] for layer in range(layers)]
         self._outputs = [
             [self._make_outputs(layer, rows * geometry.top_k) for layer in range(layers)]
@@ -240,20 +211,33 @@ class GpuOffload:
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._costs())
 
-    def begin_decode(self, num_rows: int) -> None:
-        """Begin a decode step: what the layers plan from here on belongs to it."""
+    def begin_decode(self, num_rows: int, *, is_captured: bool) -> int:
+        """Begin a decode step: what the layers plan from here on belongs to it.
+
+        Gives the number of its first CPU job as an int32, 0 without a lane. is_captured: the layers were
+        planned inside planning(), whose first_job must get it; otherwise it is sent from here.
+        """
         if not 1 <= num_rows < len(self._outputs):
             raise EngineError(f"a decode step of {num_rows} rows, the offload has {len(self._outputs) - 1}")
         self._rows = num_rows
-        if self.lane is not None:
-            self.lane.begin_step()
+        if self.lane is None:
+            return 0
+        first_job = self.lane.begin_step()
+        if not is_captured:
+            self.lane.ring.first_seq.fill_(first_job)
+        return first_job
 
     @contextlib.contextmanager
-    def planning(self, num_rows: int) -> Iterator[None]:
-        """Let the layers plan a step of num_rows rows that is captured into a graph and not run."""
+    def planning(self, num_rows: int, first_job: torch.Tensor) -> Iterator[None]:
+        """Let the layers plan a step of num_rows rows that is captured into a graph and not run.
+
+        first_job: int32 (1,) on the device, from which each replay takes what begin_decode gave.
+        """
+        lane = self.lane
         self._rows = num_rows
         try:
-            yield
+            with contextlib.nullcontext() if lane is None else lane.numbered_at(first_job):
+                yield
         finally:
             self._rows = 0
 
@@ -322,11 +306,11 @@ class GpuOffload:
             weights=weights,
             x=x,
             slots=self._slot_rows[layer],
-            heat=self._heat_rows[layer],
+            heat=self._words.heat_rows[layer],
             cpu_count=self._cpu_count,
             slot_addresses=self.store.addresses,
-            offers=self._offers,
-            offer_head=self._offer_head,
+            offers=self._words.offers,
+            offer_head=self._words.head,
             home=self.home(layer),
             layer=layer,
             record_bytes=layout.record_bytes,
@@ -383,23 +367,16 @@ class GpuOffload:
         )
 
     def _learn(self, log: StepLog) -> None:
-        counts = self.counts
         self.last_picks = log.picks
         self.policy.observe(log.picks, log.kept)
-        counts.num_kept += int((log.kept >= 0).sum())
         self._heat_keeper.end_step(self.policy.history)
-        counts.num_vram += int(log.counts[:, 0].sum())
-        counts.num_link += int(log.counts[:, 1].sum())
-        counts.num_cpu += int(log.counts[:, 2].sum())
-        counts.num_picks += int((log.picks >= 0).sum())
-        counts.num_hit_picks += int((log.lanes == Lane.VRAM).sum())
+        self.counts.add_log(log.picks, log.kept, log.lanes, log.counts)
 
     def _apply(self, update: ResidencyUpdate) -> None:
         """Enqueue what the next step will read: table, heat, offers; and issue the copies."""
         self.store.apply(update)
         if self.lane is not None or update.offers is not None:
-            offers = np.zeros(NUM_WORDS, np.int32) if update.offers is None else update.offers.words()
-            self._reader.send(np.concatenate([self.policy.heat_table().reshape(-1), offers]), self._words)
+            self._words.send(self._reader, self.policy.heat_table(), update.offers)
 
     def _execute(self, update: ResidencyUpdate) -> NDArray[np.int32]:
         self._apply(update)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from glm53srv.engine.cuda.imposed_routes import ImposedRoutes
@@ -36,19 +37,24 @@ def picks_of(layers: list[Any], rows: int) -> np.ndarray:
     return np.stack(found)
 
 
-def test_rows_pick_what_their_streams_traces_say() -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_rows_pick_what_their_streams_traces_say(is_ahead: bool) -> None:
     layers = adopt_sparse_layers(Model([Block(Router(str(i), [])) for i in range(LAYERS)]), Stock)
     traces = [trace(0, 5), trace(1, 2)]
     routes = ImposedRoutes(traces, 2, "cpu")
     routes.impose(layers)
     np.testing.assert_array_equal(picks_of(layers, 2), np.broadcast_to([0, 1], (LAYERS, 2, TOP_K)))
     places = [0, 0]
-    for streams in ([0], [1, 0], [0, 1], [1], [0, 1]):  # the second comes round again
+    if is_ahead:
+        routes.send_ahead()  # behind a step of the warm-up, which has no streams
+    for streams in ([0], [1, 0], [0, 1], [0, 1], [0, 1], [1], [0, 1]):  # both come round again
         routes.send(streams)
         found = picks_of(layers, len(streams))
         for row, stream in enumerate(streams):
             expected = traces[stream][places[stream] % len(traces[stream])]
             np.testing.assert_array_equal(found[:, row], expected)
             places[stream] += 1
+        if is_ahead:
+            routes.send_ahead()
     long = picks_of(layers, 3)  # a prompt: the routers' own
     np.testing.assert_array_equal(long, np.broadcast_to([90, 91], (LAYERS, 3, TOP_K)))

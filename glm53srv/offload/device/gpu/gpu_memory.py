@@ -1,0 +1,34 @@
+"""What an offload on a GPU is built on: the experts' home, the package's tables, the VRAM's division."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.elastic import LoanParams
+from glm53srv.offload.vram_plan import VramPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTables:
+    """A sparse layer's pointer tables in the package: int64 (experts,) each, on the device, never moved."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What an offload is built on. arena: filled and registered; alias: its bytes on the device.
+
+    tables: of the sparse layers. plan: division of the VRAM. loan: what a chunk's activations take.
+    """
+
+    arena: ExpertArena
+    alias: torch.Tensor
+    tables: list[LayerTables]
+    plan: VramPlan
+    loan: LoanParams = field(default_factory=LoanParams)

@@ -1,0 +1,85 @@
+"""Jobs of whole steps: numbered on the host, posted by kernels that read the number where they were told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.crew import CrewOptions
+from glm53srv.offload.device.gpu.combine_kernel import launch_combine
+from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.launch import MailRing, PlanInputs, PlanOutputs, make_landing
+from glm53srv.offload.device.gpu.plan_kernel import launch_plan
+from glm53srv.offload.offers import NUM_WORDS
+
+NUM_STEPS = 3
+
+
+def make_lane(arena: ExpertArena, first_seq: int) -> CpuLane:
+    driver: Any = SimpleNamespace(
+        cuda_host_register=lambda *arguments: None, cuda_host_unregister=lambda address: None
+    )
+    options = CrewOptions(1, limit=10.0, deadline_ms=60_000)
+    return CpuLane(arena, 1, options, driver, torch.device("cpu"), first_seq=first_seq)
+
+
+def run_layer(arena: ExpertArena, layer: int, ring: MailRing, rng: np.random.Generator) -> None:
+    """Post one row's picks, all of them for the CPU, and wait for their sum."""
+    geometry, hidden = arena.geometry, arena.layout.hidden
+    experts, top_k = geometry.num_experts, geometry.top_k
+    inputs = PlanInputs(
+        picks=torch.from_numpy(rng.permutation(experts)[None, :top_k].astype(np.int64)),
+        weights=torch.full((1, top_k), 0.25, dtype=torch.half),
+        x=torch.from_numpy(rng.normal(size=(1, hidden))).half(),
+        slots=torch.full((experts,), -1, dtype=torch.int32),
+        heat=torch.zeros(experts, dtype=torch.int32),
+        cpu_count=torch.arange(top_k + 1, dtype=torch.int32).repeat(top_k + 1, 1),  # every miss
+        slot_addresses=torch.zeros(1, dtype=torch.int64),
+        offers=torch.zeros(NUM_WORDS, dtype=torch.int32),
+        offer_head=torch.zeros(1, dtype=torch.int32),
+        home=arena.address(layer, 0),
+        layer=layer,
+        record_bytes=arena.layout.record_bytes,
+        up_offset=arena.layout.offsets[1],
+        down_offset=arena.layout.offsets[2],
+    )
+    gate, up, down = (torch.zeros(experts, dtype=torch.int64) for _ in range(3))
+    log, lanes = torch.zeros(top_k, dtype=torch.int32), torch.zeros(top_k, dtype=torch.int8)
+    counts = torch.zeros(3, dtype=torch.int32)
+    landing = make_landing(torch.zeros((0, arena.layout.record_bytes), dtype=torch.uint8))
+    launch_plan(inputs, PlanOutputs(gate, up, down, log, lanes, torch.zeros_like(log), counts), landing, ring)
+    out = torch.zeros(1, hidden)
+    launch_combine(out, counts, layer, ring)  # waits for the job of this number
+    assert counts.tolist() == [0, 0, top_k]
+    assert bool(out.any())
+
+
+@pytest.mark.parametrize("first_seq", [1, 2**32 - 7, 2**31 - 7])
+def test_each_steps_jobs_have_the_next_numbers_wherever_they_wrap(arena: ExpertArena, first_seq: int) -> None:
+    layers, rng = arena.geometry.num_layers, np.random.default_rng(first_seq)
+    lane, place = make_lane(arena, first_seq), torch.zeros(1, dtype=torch.int32)
+    usual = lane.ring
+    with lane.numbered_at(place):
+        captured = lane.ring
+    assert lane.ring is usual
+    try:
+        for step in range(NUM_STEPS):
+            # a step that is a graph, then one that is not
+            ring, target = (captured, place) if step % 2 == 0 else (lane.ring, lane.ring.first_seq)
+            target.fill_(lane.begin_step())
+            number = int(target.numpy().view(np.uint32)[0])
+            assert number == (first_seq + step * layers) % 2**32
+            answers = lane.take_answers()
+            assert len(answers) == (layers if step else 0)
+            assert all(experts == arena.geometry.top_k for experts, _ in answers)
+            for layer in range(layers):
+                run_layer(arena, layer, ring, rng)
+            lane.check()
+        assert lane.stats().num_jobs == NUM_STEPS * layers
+    finally:
+        lane.close()
