@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1]
+    )  # in place of bench/, whose profile.py hides Python's
 
 from bench import measure
 from bench.client import Client

@@ -21,7 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1]
+    )  # in place of bench/, whose profile.py hides Python's
 
 from bench.errors import BadInput, BenchError
 from bench.panel_score import Logprobs, Score, load_panel, score_position, summarise

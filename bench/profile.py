@@ -24,7 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1]
+    )  # in place of bench/, whose profile.py hides Python's
 
 from bench.errors import BadInput
 from bench.report import run_command

@@ -2,7 +2,8 @@
 
     python -m bench.cuda.profile_step --mode fast --layers 15
 
-Takes the options of `glm53srv bench-model`, and --measure to do first what that does; --out NAME writes a
+Takes the options of `glm53srv bench-model`, and --measure to do first what that does, and then profile steps
+of the first width alone; --out NAME writes a
 trace of each to NAME.*.json.gz. Runs steps of each width, and the first prompt, under the profiler of torch
 and adds up intervals of the device: compute (kernels), copies, both at once, neither. "neither" is the device
 waiting for the host.
@@ -75,11 +76,12 @@ def main(argv: list[str]) -> int:
         if "--measure" in argv:
             measure(options, engine, model, {"load": facts}, say, routes)
         driver = Driver(engine, routes=routes)
-        for width in options.streams:
+        is_warm = "--measure" in argv
+        for width in options.streams[:1] if is_warm else options.streams:
             slots = list(range(width))
             for slot in slots:
                 driver.prefill_s(slot, 96)
-            for _ in range(options.warm_steps):
+            for _ in range(20 if is_warm else options.warm_steps):
                 driver.step(decode=slots)
             begin = time.perf_counter()
             for _ in range(options.steps):
