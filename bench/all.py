@@ -42,6 +42,9 @@ from bench.report import FAILED, NOT_MEASURED, PASSED, Report, close_report, ope
 TOOL = "all"
 READY = re.compile(r"ready .*url=(http://[^\s;]+)")
 START_TIMEOUT_S = 3600.0
+PRECISIONS = ("--a", "engine=cpu", "--b", "engine=cpu", "--b", "precision=fast16")
+"""Of the CPU's kernels, also where there is a GPU: its modes need a process each, see bench/cuda/check_engine.py.
+"""
 STOP_TIMEOUT_S = 120.0
 
 
@@ -165,9 +168,9 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         "decode_kl",
-        lambda run: ["--model", str(run.model), "--b", "precision=fast16", *_kl_limits(run)],
+        lambda run: ["--model", str(run.model), *PRECISIONS, *_kl_limits(run)],
         lambda run: [
-            *("--model", str(run.model), "--b", "precision=fast16", "--sequences", "2", "--tokens", "8"),
+            *("--model", str(run.model), *PRECISIONS, "--sequences", "2", "--tokens", "8"),
             *_kl_limits(run),
         ],
         skip=_no_model,

@@ -124,8 +124,8 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "GLM53_CT_PREFILL",
         "int",
         0,
-        "longest prompt chunk of which the CPU workers compute a part, on a GPU in fast mode; 0: none. Not "
-        "measured on a GPU yet",
+        "longest prompt chunk of which the CPU workers compute a part, on a GPU in fast mode; 0: none. It "
+        "lost on an H200",
         "offload",
         unit="tokens",
         minimum=0,

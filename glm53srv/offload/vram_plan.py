@@ -78,13 +78,14 @@ def plan_vram(
     """Divide free_bytes. Raises MachineError when not even one chunk of slots fits.
 
     free_bytes: measured once everything but the expert cache is allocated. chunk_slots: slots of one
-    allocation, 32 = 302 MB for 9,437,184 B experts.
+    allocation, 32 = 302 MB for 9,437,184 B experts; fewer where no more may be taken.
     """
     options = options or VramOptions()
     size = geometry.expert_bytes
     reserve = options.reserve_bytes(mode)
-    chunk_bytes = chunk_slots * size
     limit = geometry.num_keys if options.max_slots is None else min(options.max_slots, geometry.num_keys)
+    chunk_slots = max(1, min(chunk_slots, limit))
+    chunk_bytes = chunk_slots * size
     landing_bytes = options.landing * size
     by_memory = max(0, free_bytes - reserve - landing_bytes) // size
     chunks = min(by_memory, limit) // chunk_slots

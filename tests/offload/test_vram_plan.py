@@ -94,3 +94,8 @@ def test_the_longest_chunk_just_fits() -> None:
     room = plan.activation_slots * FULL.expert_bytes + params.free_activation_bytes
     assert needed <= room < needed + params.activation_bytes_per_token
     assert longest > 8192
+
+
+def test_a_limit_below_a_chunk_makes_the_chunk_smaller() -> None:
+    plan = plan_vram(FULL, 14 * GIB, "fast", VramOptions(max_slots=24))
+    assert (plan.num_slots, plan.chunk_slots, plan.elastic_slots) == (24, 24, 0)
