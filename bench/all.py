@@ -43,8 +43,7 @@ TOOL = "all"
 READY = re.compile(r"ready .*url=(http://[^\s;]+)")
 START_TIMEOUT_S = 3600.0
 PRECISIONS = ("--a", "engine=cpu", "--b", "engine=cpu", "--b", "precision=fast16")
-"""Of the CPU's kernels, also where there is a GPU: its modes need a process each, see bench/cuda/check_engine.py.
-"""
+"""Of the CPU's kernels, also beside a GPU, whose modes need a process each: bench/cuda/check_engine.py."""
 STOP_TIMEOUT_S = 120.0
 
 
