@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a file
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1]
-    )  # in place of bench/, whose profile.py hides Python's
+    # In place of bench/, whose profile.py hides Python's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.client import Client
 from bench.errors import BadInput, BenchError, ServerDown

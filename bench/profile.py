@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1]
-    )  # in place of bench/, whose profile.py hides Python's
+    # In place of bench/, whose profile.py hides Python's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.errors import BadInput
 from bench.report import run_command

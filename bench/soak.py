@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1]
-    )  # in place of bench/, whose profile.py hides Python's
+    # In place of bench/, whose profile.py hides Python's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.probes import WAIT_S, HealthProbe, IdleServer, describe_times, get
 
