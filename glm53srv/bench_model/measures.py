@@ -104,7 +104,7 @@ def soak(driver: Driver, engine: CudaEngine, seconds: float) -> Figures:
     Growth counts from the end of the first tenth: by then every shape has come up.
     """
     rng = np.random.default_rng(5)
-    begin, number, tokens, aborted, refused = time.perf_counter(), 0, 0, 0, 0
+    begin, number, tokens, aborted, filled, refused = time.perf_counter(), 0, 0, 0, 0, 0
     end, settled = begin + seconds, begin + seconds / 10
     vram_begin, rss_begin = 0, float("nan")
     while time.perf_counter() < end:
@@ -124,6 +124,7 @@ def soak(driver: Driver, engine: CudaEngine, seconds: float) -> Figures:
             driver.step(release=[width])
             aborted += 1
         if number % 10 == 5 and width < 4:
+            filled += 1
             refused += outgrow(driver, width, slots)
         driver.step(release=slots)
         engine.check_slots(4, seed=number)
@@ -132,6 +133,7 @@ def soak(driver: Driver, engine: CudaEngine, seconds: float) -> Figures:
         "rounds": float(number),
         "decoded_tokens": float(tokens),
         "aborted_prompts": float(aborted),
+        "prompts_on_a_full_card": float(filled),
         "refused_prompts": float(refused),
         "vram_growth_mib": (torch.cuda.memory_reserved() - vram_begin) / 2**20,
         "rss_growth_mib": (rss_gib() - rss_begin) * 2**10,

@@ -31,6 +31,7 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.crew import Crew, CrewOptions
 from glm53srv.offload.device.decode_step import DecodeStep
+from glm53srv.offload.device.describe import describe_offload
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
@@ -42,7 +43,7 @@ from glm53srv.offload.elastic import ElasticLoan, loan_slots
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.offers import keep_picks
 from glm53srv.offload.report import OffloadCounts, OffloadReport
-from glm53srv.offload.residency import ResidencyPolicy, SlotState
+from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_update import ResidencyUpdate
 from glm53srv.offload.split import Lane, Split, split_picks
 from glm53srv.offload.staging import should_stage
@@ -344,20 +345,9 @@ class SimulatedOffload:
         logger.info("offload warm slots=%d of %d", num_copied, self.plan.num_slots)
 
     def _describe(self) -> OffloadReport:
-        policy, crew = self.policy, self._crew.stats()
-        states = policy.slot_states()
-        return OffloadReport(
-            kind="simulate",
-            mode=self._options.mode,
-            num_slots=policy.num_slots,
-            num_resident=int((states == SlotState.RESIDENT).sum()),
-            num_lent=policy.num_slots - policy.capacity,
-            hit_share=self._counts.hit_share,
-            counts=self._counts.frozen(),
-            costs=self._ledger.report(policy.geometry.expert_bytes),
-            crew_expert_ms=crew.ms_per_expert,
-            crew_threads=self._options.crew_threads,
-            heat=self._heat.report(),
+        counts, crew = self._counts, self._crew.stats()
+        return describe_offload(
+            "simulate", self._options, self.policy, counts, self._ledger, self._heat, crew
         )
 
     def _settle(self) -> None:

@@ -22,6 +22,7 @@ from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
+from glm53srv.offload.device.describe import describe_offload
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
@@ -38,7 +39,7 @@ from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.device.staged_chunk import StagedChunk
 from glm53srv.offload.elastic import ElasticLoan, loan_slots
 from glm53srv.offload.report import OffloadReport
-from glm53srv.offload.residency import ResidencyPolicy, SlotState
+from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_update import ResidencyUpdate
 from glm53srv.offload.staging import should_stage
 from glm53srv.offload.warm_fill import fill_from_history
@@ -196,18 +197,9 @@ class GpuOffload:
         if chunk is not None:
             chunk.abort()
             self.counts.num_staged += chunk.num_staged
-        if self._loan.num_lent and not is_more_waiting:
-            # The memory first: a loan that cannot be given back yet stays a loan, and is asked for again.
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
-            try:
-                self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
-            except torch.OutOfMemoryError as error:
-                self.store.lend(self._lent)  # also those that came back: the next chunk counts on them
-                reason = str(error).splitlines()[0]
-                logger.warning("%d slots stay lent, the card has no room: %s", len(self._lent), reason)
-                return
-        self.policy.grow(self._loan.end(is_more_waiting).grow)
+        # The memory first: a loan that cannot be given back yet stays a loan, and is asked for again.
+        if is_more_waiting or not self._loan.num_lent or self._take_back():
+            self.policy.grow(self._loan.end(is_more_waiting).grow)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._costs())
 
@@ -383,6 +375,19 @@ class GpuOffload:
         self.store.drain()
         return self.store.take_landed()
 
+    def _take_back(self) -> bool:
+        """Allocate lent slots again; tells whether the card had room for them."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
+        try:
+            self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
+            return True
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        self.store.lend(self._lent)  # also those that came back: the next chunk counts on them
+        logger.warning("%d slots stay lent, the card has no room: %s", len(self._lent), reason)
+        return False
+
     def _settle(self) -> None:
         """Wait until called slots are lent: no step runs once the device is idle."""
         torch.cuda.synchronize(self._device)
@@ -400,19 +405,14 @@ class GpuOffload:
             self._reader.send(ledger.table, self._cpu_count)
 
     def _describe(self, ledger: CostLedger) -> OffloadReport:
-        policy, lane = self.policy, self.lane
-        states = policy.slot_states()
-        return OffloadReport(
-            kind="cuda",
-            mode=self._options.mode,
-            num_slots=policy.num_slots,
-            num_resident=int((states == SlotState.RESIDENT).sum()),
-            num_lent=policy.num_slots - policy.capacity,
-            hit_share=self.counts.hit_share,
-            counts=self.counts.frozen(),
-            costs=ledger.report(policy.geometry.expert_bytes),
-            crew_expert_ms=0.0 if lane is None else lane.stats().ms_per_expert,
-            crew_threads=0 if lane is None else self._options.crew_threads,
-            vram_bytes=self._vram_bytes,
-            heat=self._heat_keeper.report(),
+        crew = None if self.lane is None else self.lane.stats()
+        return describe_offload(
+            "cuda",
+            self._options,
+            self.policy,
+            self.counts,
+            ledger,
+            self._heat_keeper,
+            crew,
+            self._vram_bytes,
         )

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 BLOCK = 1024
 NUM_KEPT = 256
-"""Arrays kept until their readers are done for certain: the host waits for the device once per step, and a
-step or a prefill's layer sends fewer than five."""
+"""Arrays kept until their readers are done for certain: once per step the host waits for its logits, in front
+of which the device has read all that earlier steps sent, and a step or a prefill's layer sends fewer than
+five."""
 
 
 @triton.jit(do_not_specialize=["num_words"])
