@@ -13,7 +13,8 @@ class OffloadCounts:
     """What happened since the start. Distinct experts per layer and lane; copies in experts.
 
     num_copies: admissions by the copy engine; num_kept: those of experts that took an offer. num_picks,
-    num_hit_picks: all picks of decode steps, and those that a slot served.
+    num_hit_picks: all picks of decode steps, and those that a slot served. num_guessed: experts that were
+    fetched ahead of their layer; num_guessed_right: those of them that it picked, also in num_link.
     """
 
     num_steps: int = 0
@@ -26,6 +27,8 @@ class OffloadCounts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    num_guessed: int = 0
+    num_guessed_right: int = 0
 
 
 @dataclass(frozen=True, slots=True)

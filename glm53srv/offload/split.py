@@ -3,7 +3,8 @@
 For one layer with P = rows * top_k picks (row-major, -1 where there is no pick):
 
     1. first[i] = the smallest j with picks[j] == picks[i]. Pick i stands for its expert if first[i] == i.
-    2. A standing pick is a hit if slots[picks[i]] >= 0, else a miss. H and M count them.
+    2. A standing pick is a hit if slots[picks[i]] >= 0, else a miss. H and M count them, but a miss that was
+       fetched ahead (look_ahead.py) counts in H and is no miss in what follows: its lane is LINK.
     3. num_cpu = cpu_count[H, M].
     4. rank[i] of a standing miss = the number of standing misses j with (heat[j], expert[j]) < (heat[i],
        expert[i]), compared in that order: coldest first, the lower expert first among equals.
@@ -38,7 +39,8 @@ class Lane(enum.IntEnum):
 class Split:
     """The lanes of a step. lanes: int8 (layers, P). first: int32 (layers, P), see the head of the file.
 
-    num_hits, num_link, num_cpu: int32 (layers,), distinct experts per lane.
+    num_hits, num_link, num_cpu: int32 (layers,), distinct experts per lane. is_ahead: bool (layers, P),
+    standing picks that were fetched ahead.
     """
 
     lanes: NDArray[np.int8]
@@ -46,6 +48,7 @@ class Split:
     num_hits: NDArray[np.int32]
     num_link: NDArray[np.int32]
     num_cpu: NDArray[np.int32]
+    is_ahead: NDArray[np.bool_]
 
     @property
     def standing(self) -> NDArray[np.bool_]:
@@ -58,12 +61,14 @@ def split_picks(
     slots: NDArray[np.int32],
     heat: NDArray[np.int32],
     cpu_count: NDArray[np.int32],
+    fetched: NDArray[np.int32] | None = None,
 ) -> Split:
     """Apply the rule to several layers at once.
 
     picks: integer (layers, P), -1 for none. slots: int32 (layers, experts), -1 if not in VRAM. heat: int32
-    (layers, experts). cpu_count: int32 (P + 1, P + 1) or larger, see cost.cpu_count_table. Raises
-    IndexError for an expert that does not exist.
+    (layers, experts). cpu_count: int32 (P + 1, P + 1) or larger, see cost.cpu_count_table. fetched: int32
+    (layers, any number), experts that were fetched ahead, -1 for none. Raises IndexError for an expert that
+    does not exist.
     """
     num_layers, width = picks.shape
     expert = picks.astype(np.int32)
@@ -75,15 +80,21 @@ def split_picks(
     standing = present & (first == place)
     looked_up = np.where(present, expert, 0)
     is_hit = standing & (slots[layer, looked_up] >= 0)
-    is_miss = standing & ~is_hit
+    is_ahead = np.zeros(picks.shape, np.bool_)
+    if fetched is not None:
+        is_ahead = standing & ~is_hit & (expert[:, :, None] == fetched[:, None, :]).any(axis=2)
+    is_miss = standing & ~is_hit & ~is_ahead
     num_hits = is_hit.sum(axis=1, dtype=np.int32)
+    num_ahead = is_ahead.sum(axis=1, dtype=np.int32)
     num_misses = is_miss.sum(axis=1, dtype=np.int32)
-    num_cpu = cpu_count[num_hits, num_misses]
+    num_cpu = cpu_count[num_hits + num_ahead, num_misses]
     # One sortable number per pick: heat above, expert below. int64, since heat takes up to 31 bits.
     order = (heat[layer, looked_up].astype(np.int64) << 20) | looked_up
     colder = is_miss[:, None, :] & (order[:, None, :] < order[:, :, None])
     rank = colder.sum(axis=2, dtype=np.int32)
     lane = np.where(is_hit, np.int8(Lane.VRAM), np.int8(Lane.NONE))
     lane = np.where(is_miss, np.where(rank < num_cpu[:, None], np.int8(Lane.CPU), np.int8(Lane.LINK)), lane)
+    lane = np.where(is_ahead, np.int8(Lane.LINK), lane)
     lanes = np.where(present, np.take_along_axis(lane, first, axis=1), np.int8(Lane.NONE)).astype(np.int8)
-    return Split(lanes, first, num_hits, num_misses - num_cpu, num_cpu.astype(np.int32))
+    num_link = num_misses - num_cpu + num_ahead
+    return Split(lanes, first, num_hits, num_link, num_cpu.astype(np.int32), is_ahead)

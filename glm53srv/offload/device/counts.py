@@ -25,6 +25,8 @@ class Counts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    num_guessed: int = 0
+    num_guessed_right: int = 0
 
     @property
     def hit_share(self) -> float | None:
@@ -38,11 +40,13 @@ class Counts:
         kept: NDArray[np.int32],
         lanes: NDArray[np.int8],
         counts: NDArray[np.int32],
+        guesses: NDArray[np.int32],
     ) -> None:
         """Add a decode step's routing log.
 
         picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
-        3), distinct experts in VRAM, over the link, on the CPU.
+        3), distinct experts in VRAM, over the link, on the CPU. guesses: (layers, 2), experts that were
+        fetched ahead, and how many of them were picked.
         """
         in_vram, over_link, on_cpu = counts.sum(axis=0).tolist()
         self.num_vram += in_vram
@@ -51,6 +55,9 @@ class Counts:
         self.num_picks += int((picks >= 0).sum())
         self.num_hit_picks += int((lanes == Lane.VRAM).sum())
         self.num_kept += int((kept >= 0).sum())
+        guessed, right = guesses.sum(axis=0).tolist()
+        self.num_guessed += guessed
+        self.num_guessed_right += right
 
     def frozen(self) -> OffloadCounts:
         """Give the values so far."""

@@ -388,7 +388,7 @@ class OffloadedExperts:
 
 def plan_slots(geometry: ExpertGeometry, options: OffloadOptions) -> VramPlan:
     """Divide the cache of a simulated GPU; see OffloadOptions.vram. Raises MachineError."""
-    vram = replace(options.vram, landing=0)
+    vram = replace(options.vram, landing=0, ahead=0)
     num_slots = vram.max_slots or max(2, geometry.num_keys // 8)
     chunk_slots = options.chunk_slots or max(1, num_slots // 8)
     free_bytes = vram.reserve_bytes(options.mode) + num_slots * geometry.expert_bytes

@@ -37,7 +37,7 @@ def gather_experts(
         tl.store(tl.multiple_of(target, 16) + item, data, mask=inside)
 
 
-def launch_gather(landing: Landing, num_bytes: int) -> None:
+def launch_gather(landing: Landing, num_bytes: int, num_programs: int = NUM_PROGRAMS) -> None:
     """Copy num_bytes, a multiple of 16, of each expert that landing's lists name, on the current stream.
 
     Addresses are multiples of 16. No target may overlap a source or another target.
@@ -46,11 +46,11 @@ def launch_gather(landing: Landing, num_bytes: int) -> None:
         raise ValueError(f"cannot copy {num_bytes} bytes: not a multiple of 16")
     if landing.num_experts == 0:
         return
-    gather_experts[(NUM_PROGRAMS,)](
+    gather_experts[(num_programs,)](
         landing.sources,
         landing.targets,
         landing.count,
         words=num_bytes // 8,
-        num_programs=NUM_PROGRAMS,
+        num_programs=num_programs,
         items=ITEMS,
     )

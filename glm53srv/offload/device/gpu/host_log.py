@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 class StepLog:
     """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, 3).
 
+    guesses: int32 (layers, 2), experts that were fetched ahead, and how many of them were picked.
+
     Views of pinned memory, valid until the next but one swap.
     """
 
@@ -20,14 +22,17 @@ class StepLog:
     kept: NDArray[np.int32]
     lanes: NDArray[np.int8]
     counts: NDArray[np.int32]
+    guesses: NDArray[np.int32]
 
 
 class HostLogs:
     """Two pinned copies of the device's log: one travels while the other is read. Engine thread only."""
 
-    def __init__(self, words: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor) -> None:
+    def __init__(
+        self, words: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor
+    ) -> None:
         """words: int32 (2, layers, picks), the picks and what was kept of them."""
-        self._sources = (words, lanes, counts)
+        self._sources = (words, lanes, counts, guesses)
         self._buffers = [
             tuple(torch.empty(source.shape, dtype=source.dtype).pin_memory() for source in self._sources)
             for _ in range(2)
@@ -58,6 +63,6 @@ class HostLogs:
         if not used:
             return None
         self._events[index].synchronize()
-        words, lanes, counts = self._buffers[index]
+        words, lanes, counts, guesses = self._buffers[index]
         picks, kept = words[:, :, :used].numpy()
-        return StepLog(picks, kept, lanes[:, :used].numpy(), counts.numpy())
+        return StepLog(picks, kept, lanes[:, :used].numpy(), counts.numpy(), guesses.numpy())

@@ -77,6 +77,30 @@ def make_landing(buffers: torch.Tensor) -> Landing:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """What was fetched ahead for a layer (offload/look_ahead.py), as its plan sees it; all on the device.
+
+    experts: int64 (fetches.num_experts,), of which the first fetches.count are there: number i lies in buffer
+    i of fetches. keeps: the copies into slots that the plan wants of them. told: int32 (2,), written by the
+    plan: how many were fetched, and how many of them the layer picked.
+    """
+
+    experts: torch.Tensor
+    fetches: Landing
+    keeps: Landing
+    told: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """A layer's router as guesses use it. gate: floats (hidden, experts), any strides. bias: float32
+    (experts,), added to the sigmoid for the choice."""
+
+    gate: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class MailRing:
     """The mailbox as kernels see it. address: of its first cell, on the device; num_cells: a power of two.
 
