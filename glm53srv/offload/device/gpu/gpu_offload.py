@@ -28,9 +28,9 @@ from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
-from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
+from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, make_landing
+from glm53srv.offload.device.gpu.launch import COUNT_WORDS, PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.gpu.step_words import StepWords
@@ -102,7 +102,7 @@ class GpuOffload:
         width, layers = max_rows * geometry.top_k, geometry.num_layers
         self._log = torch.full((2, layers, width), -1, dtype=torch.int32, device=device)  # picks, kept
         self._lanes = torch.zeros((layers, width), dtype=torch.int8, device=device)
-        self._counts = torch.zeros((layers, 3), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((layers, COUNT_WORDS), dtype=torch.int32, device=device)
         self._words = StepWords(geometry, device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
         buffers = (min(plan.landing, width), arena.layout.record_bytes)
@@ -240,8 +240,7 @@ class GpuOffload:
         """
         ledger = self._costs()
         if self.lane is not None:
-            for num_experts, elapsed_ms in self.lane.take_answers():
-                ledger.observe_cpu(num_experts, elapsed_ms)
+            ledger.observe_cpu(self.lane.take_answers())
         log = self._logs.swap(self._rows * self.policy.geometry.top_k)
         self._rows = 0
         if log is not None:
@@ -363,6 +362,10 @@ class GpuOffload:
         self.policy.observe(log.picks, log.kept)
         self._heat_keeper.end_step(self.policy.history)
         self.counts.add_log(log.picks, log.kept, log.lanes, log.counts)
+        if self.lane is not None:
+            times = read_stamps(log)
+            self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)
+            self._costs().observe_gpu(times.gpu_lanes)
 
     def _apply(self, update: ResidencyUpdate) -> None:
         """Enqueue what the next step will read: table, heat, offers; and issue the copies."""

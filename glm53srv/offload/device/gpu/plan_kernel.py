@@ -81,6 +81,7 @@ def plan_layer(
     num_cells: tl.constexpr,
     cell_bytes: tl.constexpr,
     has_cpu: tl.constexpr,
+    has_clock: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
     place = tl.arange(0, width)
@@ -170,6 +171,8 @@ def plan_layer(
                 item = begin + tl.arange(0, COPY_ITEMS)
                 inside = item < rows * hidden
                 tl.store(target + item, tl.load(x + item, mask=inside), mask=inside)
+        if has_clock:
+            tl.store(counts + 3, tl.extra.cuda.globaltimer().to(tl.int32))
         # All threads have written before one of them publishes. Its exchange is with the card's own memory,
         # for the fence alone: not every link carries atomics, and a plain store behind a fence needs none.
         tl.debug_barrier()
@@ -234,6 +237,7 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         num_cells=1 if ring is None else ring.num_cells,
         cell_bytes=0 if ring is None else ring.cell_bytes,
         has_cpu=ring is not None,
+        has_clock=outputs.counts.is_cuda,
     )
 
 
