@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
+from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
@@ -137,17 +138,32 @@ class GpuOffload:
 
     def start(self, calibration: Calibration) -> None:
         """Begin with these costs, and with the experts that an earlier run found popular."""
-        options, geometry = self._options, self.policy.geometry
-        mode = options.mode if self.lane is not None else "exact"
-        max_picks = self._cpu_count.shape[0] - 1
-        self._ledger = CostLedger(calibration, options.costs, max_picks, mode)
-        self._send_cost_table(self._ledger)
+        self._ledger = self._open_ledger(calibration, self._options.costs)
         history = self._heat_keeper.load()
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._ledger)
-        logger.info("offload slots=%d experts=%d", self.plan.num_slots, geometry.num_keys)
+        logger.info("offload slots=%d experts=%d", self.plan.num_slots, self.policy.geometry.num_keys)
+
+    def change_lane(self, make: Callable[[], CpuLane | None], costs: CostOverrides) -> None:
+        """Replace the CPU workers, and begin with the start's costs again; no step may run.
+
+        make: gives the new ones once the old have ended.
+        """
+        calibration, lane = self.calibration, self.lane
+        self.lane = None
+        if lane is not None:
+            lane.close()
+        self.lane = make()
+        self._ledger = self._open_ledger(calibration, costs)
+
+    def _open_ledger(self, calibration: Calibration, costs: CostOverrides) -> CostLedger:
+        mode = self._options.mode if self.lane is not None else "exact"
+        ledger = CostLedger(calibration, costs, self._cpu_count.shape[0] - 1, mode)
+        self._num_tables = 0
+        self._send_cost_table(ledger)
+        return ledger
 
     # ---- brackets of the engine ----
 
