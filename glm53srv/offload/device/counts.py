@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from glm53srv.offload.report import OffloadCounts
 from glm53srv.offload.split import Lane
 
+LOOK_MS = 0.01
+"""A wait that is longer was one: looking at an answer that is there takes some microseconds of the link."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -27,6 +30,9 @@ class Counts:
     num_kept: int = 0
     num_guessed: int = 0
     num_guessed_right: int = 0
+    gpu_lane_ms: float = 0.0
+    cpu_wait_ms: float = 0.0
+    num_cpu_last: int = 0
 
     @property
     def hit_share(self) -> float | None:
@@ -45,10 +51,10 @@ class Counts:
         """Add a decode step's routing log.
 
         picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
-        3), distinct experts in VRAM, over the link, on the CPU. guesses: (layers, 2), experts that were
-        fetched ahead, and how many of them were picked.
+        3 or more), distinct experts in VRAM, over the link, on the CPU. guesses: (layers, 2), experts that
+        were fetched ahead, and how many of them were picked.
         """
-        in_vram, over_link, on_cpu = counts.sum(axis=0).tolist()
+        in_vram, over_link, on_cpu = counts[:, :3].sum(axis=0).tolist()
         self.num_vram += in_vram
         self.num_link += over_link
         self.num_cpu += on_cpu
@@ -58,6 +64,12 @@ class Counts:
         guessed, right = guesses.sum(axis=0).tolist()
         self.num_guessed += guessed
         self.num_guessed_right += right
+
+    def add_times(self, gpu_lane_ms: float, wait_ms: NDArray[np.float64]) -> None:
+        """Add a decode step's lanes: the GPU's in all, and each layer's wait for the CPU behind it."""
+        self.gpu_lane_ms += gpu_lane_ms
+        self.cpu_wait_ms += float(wait_ms.sum())
+        self.num_cpu_last += int((wait_ms > LOOK_MS).sum())
 
     def frozen(self) -> OffloadCounts:
         """Give the values so far."""

@@ -235,7 +235,7 @@ class SimulatedOffload:
         y = self._launch(step, layer, table, x, others, weights, split)
         y += self._crew.wait(seq, len(x))
         answer = self._mailbox.answer(seq)
-        self._ledger.observe_cpu(answer.num_experts, answer.elapsed_ms + self._hand_over_ms)
+        self._ledger.observe_cpu([(answer.num_experts, answer.elapsed_ms + self._hand_over_ms)])
         return y
 
     def _keep(self, step: DecodeStep, layer: int, split: Split) -> None:
@@ -280,7 +280,7 @@ class SimulatedOffload:
         begin_s = self._clock()
         y = self._compute(layer, table, step.table[layer], x, picks, weights)
         elapsed_ms = (self._clock() - begin_s) * 1e3
-        self._ledger.observe_gpu(int(split.num_hits[0]) + 1, int(split.num_link[0]), elapsed_ms)
+        self._ledger.observe_gpu([(int(split.num_hits[0]) + 1, int(split.num_link[0]), elapsed_ms)])
         return y
 
     def _compute(

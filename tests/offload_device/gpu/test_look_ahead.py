@@ -16,7 +16,13 @@ import torch
 
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, RouterWeights, make_landing
+from glm53srv.offload.device.gpu.launch import (
+    COUNT_WORDS,
+    PlanInputs,
+    PlanOutputs,
+    RouterWeights,
+    make_landing,
+)
 from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, SideStreams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.region import Region
@@ -112,7 +118,8 @@ class Stack:
 
     def scores(self, layer: int, x: torch.Tensor) -> np.ndarray:
         logits = x.float() @ self.gates[layer].float()
-        return (torch.sigmoid(logits) + self.bias).numpy()
+        scores: np.ndarray = (torch.sigmoid(logits) + self.bias).numpy()
+        return scores
 
     def run_layer(self, layer: int, x: torch.Tensor, picks: np.ndarray) -> PlanOutputs:
         """Do what GpuOffload does of a decode layer; gives what the plan wrote, with everything checked."""
@@ -122,7 +129,8 @@ class Stack:
         tables = [torch.zeros(experts, dtype=torch.int64) for _ in range(3)]
         words = [torch.zeros(picks.size, dtype=torch.int32) for _ in range(2)]
         lanes = torch.zeros(picks.size, dtype=torch.int8)
-        outputs = PlanOutputs(*tables, words[0], lanes, words[1], torch.zeros(3, dtype=torch.int32))
+        counts = torch.zeros(COUNT_WORDS, dtype=torch.int32)
+        outputs = PlanOutputs(tables[0], tables[1], tables[2], words[0], lanes, words[1], counts)
         layout = self.arena.layout
         inputs = PlanInputs(
             picks=torch.from_numpy(picks.copy()),
@@ -162,7 +170,8 @@ class Stack:
 
     def record(self, layer: int, expert: int) -> np.ndarray:
         key = layer % self.num_arena_layers * self.arena.geometry.num_experts + expert
-        return self.arena.records[key]
+        record: np.ndarray = self.arena.records[key]
+        return record
 
     def draw(self) -> torch.Tensor:
         return torch.from_numpy(self.rng.normal(size=(self.rows, self.arena.layout.hidden))).half()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, 3).
+    """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, words).
 
     guesses: int32 (layers, 2), experts that were fetched ahead, and how many of them were picked.
 
@@ -23,6 +23,27 @@ class StepLog:
     lanes: NDArray[np.int8]
     counts: NDArray[np.int32]
     guesses: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTimes:
+    """Of a step's layers that have a CPU part or none: gpu_lanes gives experts in VRAM, over the link, and ms
+    from the plan to the last expert's end. wait_ms: what the GPU then waited for the CPU, float64 (layers,).
+    """
+
+    gpu_lanes: list[tuple[float, float, float]]
+    wait_ms: NDArray[np.float64]
+
+
+def read_stamps(log: StepLog) -> LaneTimes:
+    """Read the times that plan and combine kernels left; empty where the device has no clock."""
+    planned, arrived, answered = log.counts[:, 3:6].T
+    is_timed = (planned != 0) & (arrived != 0)
+    lane_ms = (arrived - planned)[is_timed].astype(np.float64) / 1e6  # low words: differences wrap as they do
+    ahead = log.guesses[is_timed, 1]  # these took the layer no time of the link's: hits, as the split says
+    hits, link = (log.counts[is_timed, 0] + ahead).tolist(), (log.counts[is_timed, 1] - ahead).tolist()
+    wait_ms = (answered - arrived)[is_timed].astype(np.float64) / 1e6
+    return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms)
 
 
 class HostLogs:

@@ -35,13 +35,19 @@ class PlanInputs:
     down_offset: int
 
 
+COUNT_WORDS = 6
+"""Words of a layer's counts: experts in VRAM, over the link, on the CPU; then the low words of three times of
+the device in ns: when the plan was about to post its job, when the GPU's lane was done, when the CPU's answer
+was there. Without workers, or under Triton's interpreter, which has no clock, they stay 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanOutputs:
     """What it writes. gate_table, up_table, down_table: int64 (experts,), the pointer tables of the trellis.
 
     log_picks: int32 (rows * top_k,), log_lanes: int8 likewise: the layer's part of the routing log, which
     may lie in mapped memory. log_kept: int32 likewise, the slots that were taken, else -1. counts: int32
-    (3,): experts in VRAM, over the link, on the CPU.
+    (COUNT_WORDS,).
     """
 
     gate_table: torch.Tensor
@@ -80,7 +86,7 @@ def make_landing(buffers: torch.Tensor) -> Landing:
 class Ahead:
     """What was fetched ahead for a layer (offload/look_ahead.py), as its plan sees it; all on the device.
 
-    experts: int64 (fetches.num_experts,), of which the first fetches.count are there: number i lies in buffer
+    experts: int64 (MAX_AHEAD,), of which the first fetches.count are there: number i lies in buffer
     i of fetches. keeps: the copies into slots that the plan wants of them. told: int32 (2,), written by the
     plan: how many were fetched, and how many of them the layer picked.
     """

@@ -34,6 +34,7 @@ from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores
 from glm53srv.offload.device.gpu.launch import Ahead, RouterWeights, make_landing
 from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.look_ahead import MAX_AHEAD
 
 FETCH_PROGRAMS = 16
 """The fewest that filled an H200's link (copy_kernel.py): attention runs beside them."""
@@ -101,7 +102,7 @@ class LookAhead:
         self.told = torch.zeros((geometry.num_layers, 2), dtype=torch.int32, device=device)
         self._fetches = [make_landing(buffers) for buffers in self._buffers]
         self._keeps = [make_landing(buffers) for buffers in self._buffers]
-        self._experts = torch.zeros((2, num_ahead), dtype=torch.int64, device=device)
+        self._experts = torch.zeros((2, MAX_AHEAD), dtype=torch.int64, device=device)
         self._scores = torch.zeros((max_rows, geometry.num_experts), dtype=torch.float32, device=device)
         shape = (max_rows, geometry.top_k)
         self._lists = torch.zeros(shape, dtype=torch.int64, device=device)

@@ -110,6 +110,7 @@ def plan_layer(
     cell_bytes: tl.constexpr,
     has_cpu: tl.constexpr,
     has_ahead: tl.constexpr,
+    has_clock: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
     place = tl.arange(0, width)
@@ -227,6 +228,8 @@ def plan_layer(
                 item = begin + tl.arange(0, COPY_ITEMS)
                 inside = item < rows * hidden
                 tl.store(target + item, tl.load(x + item, mask=inside), mask=inside)
+        if has_clock:
+            tl.store(counts + 3, tl.extra.cuda.globaltimer().to(tl.int32))
         # All threads have written before one of them publishes. Its exchange is with the card's own memory,
         # for the fence alone: not every link carries atomics, and a plain store behind a fence needs none.
         tl.debug_barrier()
@@ -306,6 +309,7 @@ def launch_plan(
         cell_bytes=0 if ring is None else ring.cell_bytes,
         has_cpu=ring is not None,
         has_ahead=ahead is not None,
+        has_clock=outputs.counts.is_cuda,
     )
 
 
