@@ -55,6 +55,8 @@ def measure_decode(
         "cpu_experts": spent["num_cpu"] / steps,
         "copies": spent["num_copies"] / steps,
         "kept": spent["num_kept"] / steps,
+        "guessed": spent["num_guessed"] / steps,
+        "guessed_right": spent["num_guessed_right"] / steps,
     }
 
 
