@@ -51,8 +51,8 @@ class Counts:
         """Add a decode step's routing log.
 
         picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
-        3 or more), distinct experts in VRAM, over the link, on the CPU. guesses: (layers, 2), experts that
-        were fetched ahead, and how many of them were picked.
+        3 or more), distinct experts in VRAM, over the link, on the CPU. guesses: (layers, 2 or more), experts
+        that were fetched ahead, and how many of them were picked.
         """
         in_vram, over_link, on_cpu = counts[:, :3].sum(axis=0).tolist()
         self.num_vram += in_vram
@@ -61,7 +61,7 @@ class Counts:
         self.num_picks += int((picks >= 0).sum())
         self.num_hit_picks += int((lanes == Lane.VRAM).sum())
         self.num_kept += int((kept >= 0).sum())
-        guessed, right = guesses.sum(axis=0).tolist()
+        guessed, right = guesses[:, :2].sum(axis=0).tolist()
         self.num_guessed += guessed
         self.num_guessed_right += right
 

@@ -105,7 +105,7 @@ class Stack:
         geometry = type(arena.geometry)(
             NUM_LAYERS, experts, arena.geometry.top_k, arena.geometry.expert_bytes
         )
-        model = GuessedModel(geometry, size, routers if num_ahead else [], self.slots, homes)
+        model = GuessedModel(geometry, size, routers, self.slots, homes)
         device = torch.device("cpu")
         self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams())
         self.landing = make_landing(torch.zeros((16, size), dtype=torch.uint8))
@@ -212,7 +212,7 @@ def test_guesses_follow_the_rule_and_right_ones_are_computed_from_their_buffers(
             np.testing.assert_array_equal(found, stack.record(layer, int(expert)))
             num_kept += int(expert in right)
             assert int(stack.slots[layer][expert]) == slot
-    np.testing.assert_array_equal(stack.ahead.told.numpy(), expected)
+    np.testing.assert_array_equal(stack.ahead.told[:, :2].numpy(), expected)
     assert expected[:, 1].sum() >= 3
     assert num_kept >= 1
 
@@ -228,7 +228,7 @@ def test_imposed_lists_are_guessed_in_place_of_the_routers(arena: ExpertArena) -
     for layer in range(2):
         picks = np.arange(2, 2 + top_k, dtype=np.int64)[None].repeat(2, axis=0)
         stack.run_layer(layer, stack.draw(), picks)
-    assert stack.ahead.told[:2].tolist() == [[0, 0], [1, 1]]
+    assert stack.ahead.told[:2, :2].tolist() == [[0, 0], [1, 1]]
 
 
 def test_what_is_guessed_and_not_picked_changes_nothing_else(arena: ExpertArena) -> None:
@@ -243,12 +243,13 @@ def test_what_is_guessed_and_not_picked_changes_nothing_else(arena: ExpertArena)
         found = [stack.run_layer(layer, stack.draw(), picks) for layer in range(3)]
         kept = [each.log_kept.tolist() for each in found]
         seen.append((kept, [each.counts.tolist() for each in found], [row.tolist() for row in stack.slots]))
-        assert stack.ahead.told[:3].tolist() == ([[0, 0], [1, 0], [1, 0]] if num_ahead else [[0, 0]] * 3)
+        assert stack.ahead.told[:3, :2].tolist() == ([[0, 0], [1, 0], [1, 0]] if num_ahead else [[0, 0]] * 3)
     assert seen[0] == seen[1]
 
 
-def run_all(arena: ExpertArena, num_ahead: int) -> Schedule:
+def run_all(arena: ExpertArena, num_ahead: int, limit: int = 4) -> Schedule:
     stack = Stack(arena, num_ahead, seed=1, rows=1)
+    stack.ahead.limit(limit)
     for layer in range(NUM_LAYERS):
         x = stack.draw()
         picks = list_guesses(stack.scores(layer, x), arena.geometry.top_k).astype(np.int64)
@@ -288,5 +289,14 @@ def test_a_plan_and_its_copies_do_not_wait_for_what_is_still_on_its_way(arena: E
 
 
 def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:
-    works = {work.split()[0] for work in run_all(arena, 0).before}
-    assert works == {"plan", "gather", "experts"}
+    for schedule in (run_all(arena, 0), run_all(arena, 2, limit=0)):
+        assert {work.split()[0] for work in schedule.before} == {"plan", "gather", "experts"}
+
+
+def test_a_limit_holds_for_each_layer(arena: ExpertArena) -> None:
+    stack = Stack(arena, 3, seed=2, rows=1)
+    stack.ahead.limit(2)
+    for layer in range(3):
+        x = stack.draw()
+        stack.run_layer(layer, x, list_guesses(stack.scores(layer, x), 4).astype(np.int64))
+    assert stack.ahead.told[:3, 0].tolist() == [0, 2, 2]

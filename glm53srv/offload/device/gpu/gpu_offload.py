@@ -371,13 +371,11 @@ class GpuOffload:
         return self._ledger
 
     def _guessed_model(self, memory: GpuMemory) -> GuessedModel:
-        """Tell the look-ahead what it may guess: nothing without buffers."""
+        """Tell the look-ahead what it may guess."""
         num_layers = memory.arena.geometry.num_layers
-        can_guess = memory.plan.ahead > 0 and len(memory.routers) == num_layers
-        routers = list(memory.routers) if can_guess else []
         homes = [self.home(layer) for layer in range(num_layers)]
         size = memory.arena.layout.record_bytes
-        return GuessedModel(memory.arena.geometry, size, routers, self._slot_rows, homes)
+        return GuessedModel(memory.arena.geometry, size, memory.routers, self._slot_rows, homes)
 
     def _make_outputs(self, layer: int, width: int) -> PlanOutputs:
         tables = self.tables[layer]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 class StepLog:
     """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, words).
 
-    guesses: int32 (layers, 2), experts that were fetched ahead, and how many of them were picked.
+    guesses: int32 (layers, TOLD_WORDS), experts that were fetched ahead, and how many of them were picked.
 
     Views of pinned memory, valid until the next but one swap.
     """

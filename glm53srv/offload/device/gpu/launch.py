@@ -35,10 +35,15 @@ class PlanInputs:
     down_offset: int
 
 
-COUNT_WORDS = 6
+COUNT_WORDS = 8
 """Words of a layer's counts: experts in VRAM, over the link, on the CPU; then the low words of three times of
 the device in ns: when the plan was about to post its job, when the GPU's lane was done, when the CPU's answer
-was there. Without workers, or under Triton's interpreter, which has no clock, they stay 0."""
+was there. Without workers, or under Triton's interpreter, which has no clock, they stay 0. Two words more, so
+that each layer's begin at a multiple of 16 bytes: for other places Triton compiles a kernel anew, and none
+that is new may be met in a capture."""
+TOLD_WORDS = 4
+"""Words of what a plan tells of guesses: experts that were fetched ahead of the layer, and how many of them
+it picked; likewise with two words more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +91,9 @@ def make_landing(buffers: torch.Tensor) -> Landing:
 class Ahead:
     """What was fetched ahead for a layer (offload/look_ahead.py), as its plan sees it; all on the device.
 
-    experts: int64 (MAX_AHEAD,), of which the first fetches.count are there: number i lies in buffer
-    i of fetches. keeps: the copies into slots that the plan wants of them. told: int32 (2,), written by the
-    plan: how many were fetched, and how many of them the layer picked.
+    experts: int64 (MAX_AHEAD,), of which the first fetches.count are there: number i lies in buffer i of
+    fetches. keeps: the copies into slots that the plan wants of them. told: int32 (TOLD_WORDS,), written by
+    the plan.
     """
 
     experts: torch.Tensor

@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores
-from glm53srv.offload.device.gpu.launch import Ahead, RouterWeights, make_landing
+from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, RouterWeights, make_landing
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
 
@@ -99,7 +99,7 @@ class LookAhead:
         self._model = model
         self._streams = streams
         self._buffers = torch.zeros((2, num_ahead, model.record_bytes), dtype=torch.uint8, device=device)
-        self.told = torch.zeros((geometry.num_layers, 2), dtype=torch.int32, device=device)
+        self.told = torch.zeros((geometry.num_layers, TOLD_WORDS), dtype=torch.int32, device=device)
         self._fetches = [make_landing(buffers) for buffers in self._buffers]
         self._keeps = [make_landing(buffers) for buffers in self._buffers]
         self._experts = torch.zeros((2, MAX_AHEAD), dtype=torch.int64, device=device)
@@ -111,6 +111,17 @@ class LookAhead:
         self._planned: Any = None  # events of the layer that runs, and of what is on its way to the next
         self._guessed: Any = None
         self._fetched: Any = None
+
+    def limit(self, num_ahead: int) -> None:
+        """Fetch at most num_ahead experts for each layer, and no more than there is room for.
+
+        For measurements. Graphs that were captured before do as before.
+        """
+        self._fetches = [
+            replace(fetches, num_experts=min(num_ahead, len(buffers)))
+            for fetches, buffers in zip(self._fetches, self._buffers, strict=True)
+        ]
+        self._aheads = [self._make(layer) for layer in range(len(self.told))]
 
     def impose(self, lists: torch.Tensor) -> None:
         """Guess what these lists say in place of what routers say, which run all the same; for measurements.
@@ -174,8 +185,11 @@ class LookAhead:
             main.wait_event(self._streams.fetches.record_event())
 
     def _router(self, layer: int) -> RouterWeights | None:
+        """Give the router of a layer that is guessed, None for another."""
         routers = self._model.routers
-        return routers[layer] if layer < len(routers) else None
+        if layer >= len(routers) or not self._fetches[layer % 2].num_experts:
+            return None
+        return routers[layer]
 
     def _make(self, layer: int) -> Ahead | None:
         if self._router(layer) is None:
