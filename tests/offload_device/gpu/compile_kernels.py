@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
-from glm53srv.offload.device.gpu.copy_kernel import ITEMS, NUM_PROGRAMS, gather_experts
+from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, gather_experts
 from glm53srv.offload.device.gpu.guess_kernel import (
     INPUTS,
     SCORED,
@@ -26,7 +26,6 @@ from glm53srv.offload.device.gpu.guess_kernel import (
 )
 from glm53srv.offload.device.gpu.host_reader import BLOCK as FETCH_BLOCK
 from glm53srv.offload.device.gpu.host_reader import fetch_words
-from glm53srv.offload.device.gpu.look_ahead import FETCH_PROGRAMS
 from glm53srv.offload.device.gpu.plan_kernel import plan_layer, point_layer
 from glm53srv.offload.device.gpu.table_kernel import BLOCK as TABLE_BLOCK
 from glm53srv.offload.device.gpu.table_kernel import apply_update
@@ -158,12 +157,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gather_experts": (
         gather_experts,
         {"sources": "*i64", "targets": "*i64", "count": "*i32"},
-        {"words": RECORD["record_bytes"] // 8, "num_programs": NUM_PROGRAMS, "items": ITEMS},
+        {"words": RECORD["record_bytes"] // 8, "num_programs": ALONE.programs, "items": ALONE.items},
     ),
-    "gather_experts ahead": (
+    "gather_experts beside": (
         gather_experts,
         {"sources": "*i64", "targets": "*i64", "count": "*i32"},
-        {"words": RECORD["record_bytes"] // 8, "num_programs": FETCH_PROGRAMS, "items": ITEMS},
+        {"words": RECORD["record_bytes"] // 8, "num_programs": BESIDE.programs, "items": BESIDE.items},
     ),
     "fetch_words": (
         fetch_words,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.copy_kernel import launch_gather
+from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, CopyShape, launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
 from glm53srv.offload.device.gpu.host_reader import launch_fetch
 from glm53srv.offload.device.gpu.launch import MailRing, make_landing
@@ -57,7 +57,8 @@ def test_an_update_of_two_lengths_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_copies", "num_bytes"), [(0, RECORD), (1, 16), (1, RECORD), (5, 49_168), (40, 256)]
 )
-def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int) -> None:
+@pytest.mark.parametrize("shape", [ALONE, BESIDE])
+def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int, shape: CopyShape) -> None:
     rng = np.random.default_rng(num_copies)
     stride = -(-num_bytes // 256) * 256 + 256  # a gap behind each record must stay as it is
     source, target = Region(64 * stride), Region(64 * stride)
@@ -72,7 +73,7 @@ def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int) ->
     landing.sources[:num_copies] = torch.from_numpy(source.address + keys.astype(np.int64) * stride)
     landing.targets[:num_copies] = torch.from_numpy(target.address + slots.astype(np.int64) * stride)
     landing.count.fill_(num_copies)
-    launch_gather(landing, num_bytes)
+    launch_gather(landing, num_bytes, shape)
     np.testing.assert_array_equal(target.array(), expected)
 
 

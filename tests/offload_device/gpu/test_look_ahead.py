@@ -108,7 +108,8 @@ class Stack:
         model = GuessedModel(geometry, size, routers, self.slots, homes)
         device = torch.device("cpu")
         self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams())
-        self.landing = make_landing(torch.zeros((16, size), dtype=torch.uint8))
+        self.landed = torch.zeros((16, size), dtype=torch.uint8)
+        self.landing = make_landing(self.landed)
         self.head = torch.zeros(1, dtype=torch.int32)
         self.homes = homes
         ring = np.zeros(RING_SLOTS, np.int32)

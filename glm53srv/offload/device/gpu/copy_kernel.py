@@ -10,14 +10,30 @@ The number of programs did not matter there from 16 to 264; few leave multiproce
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from glm53srv.offload.device.gpu.launch import Landing
 
-NUM_PROGRAMS = 32
-ITEMS = 2048
-"""Words of a program's piece: 16 KiB on their way at once."""
+
+@dataclass(frozen=True, slots=True)
+class CopyShape:
+    """How a copy is spread out. items: words of 8 bytes that a program has on their way at once, a power of
+    two; warps: of a program."""
+
+    programs: int
+    warps: int
+    items: int
+
+
+ALONE = CopyShape(32, 4, 2048)
+"""For copies that are waited for."""
+BESIDE = CopyShape(64, 1, 512)
+"""For copies beside other kernels: as much on its way as with 16 programs of the other shape, the fewest that
+filled the link. A program takes 1,536 registers of a multiprocessor and not 6,144 (48 of a thread, sm_86 and
+sm_90 by ptxas), so that it finds place beside programs which leave little. Not timed yet."""
 
 
 @triton.jit
@@ -37,7 +53,7 @@ def gather_experts(
         tl.store(tl.multiple_of(target, 16) + item, data, mask=inside)
 
 
-def launch_gather(landing: Landing, num_bytes: int, num_programs: int = NUM_PROGRAMS) -> None:
+def launch_gather(landing: Landing, num_bytes: int, shape: CopyShape = ALONE) -> None:
     """Copy num_bytes, a multiple of 16, of each expert that landing's lists name, on the current stream.
 
     Addresses are multiples of 16. No target may overlap a source or another target.
@@ -46,11 +62,12 @@ def launch_gather(landing: Landing, num_bytes: int, num_programs: int = NUM_PROG
         raise ValueError(f"cannot copy {num_bytes} bytes: not a multiple of 16")
     if landing.num_experts == 0:
         return
-    gather_experts[(num_programs,)](
+    gather_experts[(shape.programs,)](
         landing.sources,
         landing.targets,
         landing.count,
         words=num_bytes // 8,
-        num_programs=num_programs,
-        items=ITEMS,
+        num_programs=shape.programs,
+        items=shape.items,
+        num_warps=shape.warps,
     )

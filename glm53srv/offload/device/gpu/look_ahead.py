@@ -30,14 +30,11 @@ from typing import Any, Protocol
 
 import torch
 
-from glm53srv.offload.device.gpu.copy_kernel import launch_gather
+from glm53srv.offload.device.gpu.copy_kernel import BESIDE, launch_gather
 from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores
 from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, RouterWeights, make_landing
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
-
-FETCH_PROGRAMS = 16
-"""The fewest that filled an H200's link (copy_kernel.py): attention runs beside them."""
 
 
 class Stream(Protocol):
@@ -173,7 +170,7 @@ class LookAhead:
             stream.wait_event(self._guessed)
             stream.wait_event(gathered)
             with streams.on(stream):
-                launch_gather(self._fetches[(layer + 1) % 2], num_bytes, FETCH_PROGRAMS)
+                launch_gather(self._fetches[(layer + 1) % 2], num_bytes, BESIDE)
             self._fetched = stream.record_event()
 
     def join(self, layer: int) -> None:
