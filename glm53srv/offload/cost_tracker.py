@@ -91,9 +91,10 @@ class CostTracker:
             (given.cpu_fixed_ms is None, given.cpu_expert_ms is None),
             [(1, size) for size in sizes],
         )
+        follows_gpu = given.zero_copy_ms is None  # pinned, the whole lane stays: then runs repeat
         self._gpu = FittedCosts(
             (base.gpu_fixed_ms, base.vram_expert_ms, base.zero_copy_ms),
-            (True, base.vram_expert_ms > 0, given.zero_copy_ms is None),
+            (follows_gpu, follows_gpu and base.vram_expert_ms > 0, follows_gpu),
             [(1, hits, link) for hits in (0, 4, 8) for link in sizes] + [(1, hits, 0) for hits in sizes],
         )
 

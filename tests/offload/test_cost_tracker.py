@@ -85,8 +85,7 @@ def test_pinned_costs_never_move() -> None:
     for _ in range(100):
         tracker.observe_cpu(np.array([4.0]), np.array([9.0]))
         tracker.observe_gpu(np.array([0.0]), np.array([2.0]), np.array([9.0]))
-    now = tracker.costs
-    assert (now.cpu_fixed_ms, now.cpu_expert_ms, now.zero_copy_ms) == (0.2, 0.3, 0.6)
+    assert tracker.costs == CostModel(0.2, 0.3, 0.6, COSTS.vram_expert_ms)  # so runs repeat
 
 
 def test_a_lane_follows_its_jobs_beside_a_pinned_fixed_part() -> None:
