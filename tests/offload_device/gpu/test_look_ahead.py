@@ -301,3 +301,5 @@ def test_a_limit_holds_for_each_layer(arena: ExpertArena) -> None:
         x = stack.draw()
         stack.run_layer(layer, x, list_guesses(stack.scores(layer, x), 4).astype(np.int64))
     assert stack.ahead.told[:3, 0].tolist() == [0, 2, 2]
+    stack.ahead.limit(0)
+    assert not stack.ahead.told.any()  # or the last step's would be counted again and again

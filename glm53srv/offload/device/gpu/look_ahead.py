@@ -112,13 +112,14 @@ class LookAhead:
     def limit(self, num_ahead: int) -> None:
         """Fetch at most num_ahead experts for each layer, and no more than there is room for.
 
-        For measurements. Graphs that were captured before do as before.
+        For measurements. Graphs that were captured before do as before; no step may run.
         """
         self._fetches = [
             replace(fetches, num_experts=min(num_ahead, len(buffers)))
             for fetches, buffers in zip(self._fetches, self._buffers, strict=True)
         ]
         self._aheads = [self._make(layer) for layer in range(len(self.told))]
+        self.told.zero_()  # a layer that is not guessed any more tells nothing
 
     def impose(self, lists: torch.Tensor) -> None:
         """Guess what these lists say in place of what routers say, which run all the same; for measurements.
