@@ -12,6 +12,7 @@ from glm53srv.offload.cost import CostModel
 class OffloadCounts:
     """What happened since the start. Distinct experts per layer and lane; copies in experts.
 
+    num_split: of those of the link, experts that the CPU computed a part of.
     num_copies: admissions by the copy engine; num_kept: those of experts that took an offer. num_picks,
     num_hit_picks: all picks of decode steps, and those that a slot served.
     """
@@ -26,6 +27,7 @@ class OffloadCounts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    num_split: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class Counts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    num_split: int = 0
 
     @property
     def hit_share(self) -> float | None:
@@ -42,15 +43,16 @@ class Counts:
         """Add a decode step's routing log.
 
         picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
-        3), distinct experts in VRAM, over the link, on the CPU.
+        4), distinct experts in VRAM, over the link, on the CPU, and blocks of the shared one on the CPU.
         """
-        in_vram, over_link, on_cpu = counts.sum(axis=0).tolist()
+        in_vram, over_link, on_cpu = counts[:, :3].sum(axis=0).tolist()
         self.num_vram += in_vram
         self.num_link += over_link
         self.num_cpu += on_cpu
         self.num_picks += int((picks >= 0).sum())
         self.num_hit_picks += int((lanes == Lane.VRAM).sum())
         self.num_kept += int((kept >= 0).sum())
+        self.num_split += int((counts[:, 3] > 0).sum())
 
     def frozen(self) -> OffloadCounts:
         """Give the values so far."""

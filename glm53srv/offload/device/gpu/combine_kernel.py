@@ -35,7 +35,7 @@ def add_partial(
     seen = tl.load(done, volatile=True)
     while seen != seq:
         seen = tl.load(done, volatile=True)
-    if tl.load(counts + 2) > 0:
+    if tl.load(counts + 2) + tl.load(counts + 3) > 0:
         item = tl.program_id(0) * block + tl.arange(0, block)
         inside = item < num_items
         source = (cell + y_offset).to(tl.pointer_type(tl.float32))
@@ -47,7 +47,7 @@ def add_partial(
 def launch_combine(out: torch.Tensor, counts: torch.Tensor, layer: int, ring: MailRing) -> None:
     """Add the answer to a layer's job to out, float32 (rows, hidden), in place, once it is there.
 
-    counts: int32 (3,), as the layer's plan wrote them; the sums of a job without experts are not read, but
+    counts: int32 (4,), as the layer's plan wrote them; the sums of a job without experts are not read, but
     its answer is waited for too, so that jobs never overtake the workers. The kernel polls without a limit:
     the crew's watchdog answers every job.
     """

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
+from glm53srv.offload.cost import Parts
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
@@ -30,7 +31,7 @@ from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, make_landing
+from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, cut_of, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.gpu.step_words import StepWords
@@ -102,12 +103,15 @@ class GpuOffload:
         width, layers = max_rows * geometry.top_k, geometry.num_layers
         self._log = torch.full((2, layers, width), -1, dtype=torch.int32, device=device)  # picks, kept
         self._lanes = torch.zeros((layers, width), dtype=torch.int8, device=device)
-        self._counts = torch.zeros((layers, 3), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((layers, 4), dtype=torch.int32, device=device)
         self._words = StepWords(geometry, device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
         buffers = (min(plan.landing, width), arena.layout.record_bytes)
-        self._landing_bytes = torch.zeros(buffers, dtype=torch.uint8, device=device)
-        self.landing = make_landing(self._landing_bytes)
+        # Random bytes: a shared expert's buffer is computed with what lies where the CPU's neurons would be.
+        seeded = torch.Generator(device).manual_seed(0)
+        self._landing_bytes = torch.randint(256, buffers, dtype=torch.uint8, device=device, generator=seeded)
+        self.landing = make_landing(self._landing_bytes, arena.layout.intermediate)
+        self._cut = cut_of(arena.layout)
         self._num_tables = 0
         self._vram_bytes = 0
         self._logs = HostLogs(self._log, self._lanes, self._counts)
@@ -140,7 +144,8 @@ class GpuOffload:
         options, geometry = self._options, self.policy.geometry
         mode = options.mode if self.lane is not None else "exact"
         max_picks = self._cpu_count.shape[0] - 1
-        self._ledger = CostLedger(calibration, options.costs, max_picks, mode)
+        parts = self._parts(options.splits_experts)
+        self._ledger = CostLedger(calibration, options.costs, max_picks, mode, parts)
         self._send_cost_table(self._ledger)
         history = self._heat_keeper.load()
         if history is not None:
@@ -148,6 +153,13 @@ class GpuOffload:
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._ledger)
         logger.info("offload slots=%d experts=%d", self.plan.num_slots, geometry.num_keys)
+
+    def share_experts(self, is_wanted: bool) -> None:
+        """Share an expert of each layer between link and CPU from now on, or none; for measurements.
+
+        In force behind the next step.
+        """
+        self._costs().share(self._parts(is_wanted))
 
     # ---- brackets of the engine ----
 
@@ -300,6 +312,7 @@ class GpuOffload:
             slots=self._slot_rows[layer],
             heat=self._words.heat_rows[layer],
             cpu_count=self._cpu_count,
+            own_scales=self.tables[layer].own_scales,
             slot_addresses=self.store.addresses,
             offers=self._words.offers,
             offer_head=self._words.head,
@@ -308,6 +321,8 @@ class GpuOffload:
             record_bytes=layout.record_bytes,
             up_offset=layout.offsets[1],
             down_offset=layout.offsets[2],
+            num_parts=layout.num_parts,
+            part_blocks=layout.num_blocks // layout.num_parts,
         )
         ring = None if lane is None else lane.ring
         launch_plan(inputs, self._outputs[self._rows][layer], self.landing, ring)
@@ -315,7 +330,8 @@ class GpuOffload:
     def land_layer(self) -> None:
         """Copy the experts that the layer just planned wants over the link: decode."""
         if self._rows:
-            launch_gather(self.landing, self.arena.layout.record_bytes)
+            cut = None if self.lane is None else self._cut
+            launch_gather(self.landing, self.arena.layout.record_bytes, cut)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Add the CPU's part to a layer's sum, float32 (rows, hidden), behind a wait for it."""
@@ -333,13 +349,17 @@ class GpuOffload:
         """Fill a layer's tables whole. slots: int32 (experts,) on the device, -1 for home."""
         layout = self.arena.layout
         places = (layout.record_bytes, layout.offsets[1], layout.offsets[2])
-        launch_point(slots, self.store.addresses, self._outputs[0][layer], self.home(layer), places)
+        outputs, own_scales = self._outputs[0][layer], self.tables[layer].own_scales
+        launch_point(slots, self.store.addresses, outputs, own_scales, self.home(layer), places)
 
     def home(self, layer: int) -> int:
         """Give the device's address of a layer's first record."""
         return self._base + layer * self.policy.geometry.num_experts * self.arena.layout.record_bytes
 
     # ---- inside ----
+
+    def _parts(self, is_shared: bool) -> Parts:
+        return Parts(self.arena.layout.num_parts, self.landing.num_experts if is_shared else 0)
 
     def _costs(self) -> CostLedger:
         if self._ledger is None:
@@ -352,6 +372,7 @@ class GpuOffload:
             tables.gate,
             tables.up,
             tables.down,
+            tables.scales,
             self._log[0, layer, :width],
             self._lanes[layer, :width],
             self._log[1, layer, :width],

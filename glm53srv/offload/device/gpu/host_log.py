@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, 3).
+    """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, 4).
 
     Views of pinned memory, valid until the next but one swap.
     """

@@ -17,10 +17,12 @@ from glm53srv.offload.device.gpu.launch import Landing, MailRing, PlanInputs, Pl
 LANE_VRAM = tl.constexpr(1)
 LANE_LINK = tl.constexpr(2)
 LANE_CPU = tl.constexpr(3)
+LANE_SPLIT = tl.constexpr(4)
 """Values of split.Lane."""
 
 POSTED_WORD, LAYER_WORD, ROWS_WORD = tl.constexpr(0), tl.constexpr(32), tl.constexpr(33)
 NUM_PICKS_WORD, X_KIND_WORD, PICKS_WORD = tl.constexpr(34), tl.constexpr(35), tl.constexpr(64)
+PART_EXPERT_WORD, PART_BLOCKS_WORD = tl.constexpr(36), tl.constexpr(37)
 X_F16 = tl.constexpr(1)
 """Places in a mailbox cell, in words of 4 bytes."""
 
@@ -38,7 +40,17 @@ COPY_ITEMS = tl.constexpr(2048)
 
 
 @triton.jit(
-    do_not_specialize=["home", "ring", "landing", "num_landing", "layer", "num_picks", "rows", "side"]
+    do_not_specialize=[
+        "home",
+        "ring",
+        "landing",
+        "num_landing",
+        "masked_scales",
+        "layer",
+        "num_picks",
+        "rows",
+        "side",
+    ]
 )
 def plan_layer(
     picks,
@@ -51,12 +63,16 @@ def plan_layer(
     gate_table,
     up_table,
     down_table,
+    scale_table,
+    own_scales,
     log_picks,
     log_lanes,
     counts,
     gather_sources,
     gather_targets,
     gather_count,
+    gather_skips,
+    gather_mask,
     offers,
     offer_head,
     log_kept,
@@ -65,6 +81,7 @@ def plan_layer(
     home,
     landing,
     num_landing,
+    masked_scales,
     ring,
     layer,
     rows,
@@ -81,6 +98,8 @@ def plan_layer(
     num_cells: tl.constexpr,
     cell_bytes: tl.constexpr,
     has_cpu: tl.constexpr,
+    num_parts: tl.constexpr,
+    part_blocks: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
     place = tl.arange(0, width)
@@ -97,7 +116,8 @@ def plan_layer(
     is_miss = standing & (slot < 0)
     num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
     num_misses = tl.sum(is_miss.to(tl.int32), axis=0)
-    num_cpu = tl.load(cpu_count + num_hits * side + num_misses)
+    cpu_parts = tl.load(cpu_count + num_hits * side + num_misses)
+    num_cpu = cpu_parts // num_parts
 
     # One sortable number per pick: heat above, expert below, as in the rule.
     warmth = tl.load(heat + known, mask=present, other=0)
@@ -105,7 +125,11 @@ def plan_layer(
     is_colder = is_miss[None, :] & (order[None, :] < order[:, None])
     rank = tl.sum(is_colder.to(tl.int32), axis=1)
     lane = tl.where(is_miss, tl.where(rank < num_cpu, LANE_CPU, LANE_LINK), 0)
+    is_split = is_miss & (rank == num_cpu) & (cpu_parts % num_parts > 0)
+    lane = tl.where(is_split, LANE_SPLIT, lane)
     lane = tl.where(is_hit, LANE_VRAM, lane)
+    blocks = tl.where(is_split, cpu_parts % num_parts * part_blocks, 0)  # of the intermediate, on the CPU
+    cpu_blocks = tl.sum(blocks, axis=0)
     lanes = tl.sum(tl.where(first[:, None] == place[None, :], lane[None, :], 0), axis=1)
     lanes = tl.where(present, lanes, 0)
 
@@ -114,9 +138,10 @@ def plan_layer(
     tl.store(counts, num_hits)
     tl.store(counts + 1, num_misses - num_cpu)
     tl.store(counts + 2, num_cpu)
+    tl.store(counts + 3, cpu_blocks)
 
     # What comes over the link lands in a buffer while there is one, and is read in place beyond that.
-    is_link = lane == LANE_LINK
+    is_link = is_miss & ((lane == LANE_LINK) | is_split)
     is_before = is_link[None, :] & (place[None, :] < place[:, None])
     buffer = tl.sum(is_before.to(tl.int32), axis=1)
     lands = is_link & (buffer < num_landing)
@@ -126,7 +151,7 @@ def plan_layer(
     head = tl.load(offer_head)
     first_offer = tl.load(offers + FIRST_WORD)
     head = tl.where(first_offer - head > 0, first_offer, head)
-    is_wanted = lands & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
+    is_wanted = lands & (lane == LANE_LINK) & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
     is_before = is_wanted[None, :] & (place[None, :] < place[:, None])
     ordinal = tl.sum(is_before.to(tl.int32), axis=1)
     takes = is_wanted & (ordinal < tl.load(offers + TAIL_WORD) - head)
@@ -148,6 +173,13 @@ def plan_layer(
     tl.store(gate_table + known, address, mask=standing)
     tl.store(up_table + known, address + up_offset, mask=standing)
     tl.store(down_table + known, address + down_offset, mask=standing)
+    if has_cpu:
+        # The buffer of a shared expert holds anything where the CPU's neurons would be: down's scales say 0.
+        own = tl.load(own_scales + known, mask=standing, other=0)
+        tl.store(scale_table + known, tl.where(is_split, masked_scales, own), mask=standing)
+        tl.store(gather_skips + buffer, blocks, mask=lands)
+        tl.store(gather_mask, tl.sum(tl.where(is_split, own, 0), axis=0))
+        tl.store(gather_mask + 1, cpu_blocks.to(tl.int64))
 
     is_cpu = lanes == LANE_CPU
     weight = tl.load(weights + place, mask=in_range, other=0.0)
@@ -157,13 +189,16 @@ def plan_layer(
         cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
         words = cell.to(tl.pointer_type(tl.int32))
         factors = (cell + weights_offset).to(tl.pointer_type(tl.float32))
-        tl.store(words + PICKS_WORD + place, tl.where(is_cpu, expert, -1), mask=in_range)
+        is_posted = is_cpu | (lanes == LANE_SPLIT)
+        tl.store(words + PICKS_WORD + place, tl.where(is_posted, expert, -1), mask=in_range)
         tl.store(factors + place, weight.to(tl.float32), mask=in_range)
         tl.store(words + LAYER_WORD, layer)
-        tl.store(words + ROWS_WORD, tl.where(num_cpu > 0, rows, 0))
+        tl.store(words + ROWS_WORD, tl.where(num_cpu + cpu_blocks > 0, rows, 0))
         tl.store(words + NUM_PICKS_WORD, top_k)
         tl.store(words + X_KIND_WORD, X_F16)
-        if num_cpu > 0:
+        tl.store(words + PART_EXPERT_WORD, tl.sum(tl.where(is_split, known, 0), axis=0))
+        tl.store(words + PART_BLOCKS_WORD, cpu_blocks)
+        if num_cpu + cpu_blocks > 0:
             # Cells and their parts begin at multiples of 64 bytes; told so, a thread stores 16 bytes at once.
             target = tl.multiple_of((cell + x_offset).to(tl.pointer_type(tl.float16)), 64)
             for begin in range(0, rows * hidden, COPY_ITEMS):
@@ -181,6 +216,8 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
     """Plan a layer on the current stream.
 
     inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip.
+    The expert that is shared with the CPU keeps its weights; down's scales are pointed to landing's masked
+    ones, for the picked experts alone, and back.
     outputs: log_picks, log_lanes and counts are written whole, the pointer tables only where picked; other
     entries may be stale, so a decode kernel may read picked experts alone. landing: experts over the link
     are pointed to there, as many as it holds, and its lists say what must be copied before they are read:
@@ -204,12 +241,16 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         outputs.gate_table,
         outputs.up_table,
         outputs.down_table,
+        outputs.scale_table,
+        inputs.own_scales,
         outputs.log_picks,
         outputs.log_lanes,
         outputs.counts,
         landing.sources,
         landing.targets,
         landing.count,
+        landing.skips,
+        landing.mask,
         inputs.offers,
         inputs.offer_head,
         outputs.log_kept,
@@ -218,6 +259,7 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         inputs.home,
         landing.address,
         landing.num_experts,
+        landing.scales.data_ptr(),
         0 if ring is None else ring.address,
         inputs.layer,
         rows,
@@ -234,6 +276,8 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         num_cells=1 if ring is None else ring.num_cells,
         cell_bytes=0 if ring is None else ring.cell_bytes,
         has_cpu=ring is not None,
+        num_parts=inputs.num_parts,
+        part_blocks=inputs.part_blocks,
     )
 
 
@@ -244,6 +288,8 @@ def point_layer(
     gate_table,
     up_table,
     down_table,
+    scale_table,
+    own_scales,
     home,
     num_experts,
     record_bytes: tl.constexpr,
@@ -260,19 +306,23 @@ def point_layer(
     tl.store(gate_table + expert, address, mask=inside)
     tl.store(up_table + expert, address + up_offset, mask=inside)
     tl.store(down_table + expert, address + down_offset, mask=inside)
+    # A decode step may have left masked ones behind.
+    tl.store(scale_table + expert, tl.load(own_scales + expert, mask=inside, other=0), mask=inside)
 
 
 def launch_point(
     slots: torch.Tensor,
     slot_addresses: torch.Tensor,
     outputs: PlanOutputs,
+    own_scales: torch.Tensor,
     home: int,
     layout: tuple[int, int, int],
 ) -> None:
     """Fill a layer's pointer tables whole, as a prefill needs: slot of each expert, or home for -1.
 
-    slots: int32 (experts,), resident or staged. slot_addresses: int64 (num_slots,). home: address of the
-    layer's first record. layout: record bytes, and offsets of up and down in a record.
+    slots: int32 (experts,), resident or staged. slot_addresses: int64 (num_slots,). own_scales: see
+    PlanInputs. home: address of the layer's first record. layout: record bytes, and offsets of up and down in
+    a record.
     """
     width = 128
     point_layer[(triton.cdiv(len(slots), width),)](
@@ -281,6 +331,8 @@ def launch_point(
         outputs.gate_table,
         outputs.up_table,
         outputs.down_table,
+        outputs.scale_table,
+        own_scales,
         home,
         len(slots),
         record_bytes=layout[0],
