@@ -22,7 +22,7 @@ test: lint types native-test pytest
 test-triton: .venv-triton/.done
 	.venv-triton/bin/python -m cffi_build
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/offload_device/gpu tests/engine/cuda \
-		tests/bench_model tests/bench/peers $(ARGS)
+		tests/bench_model tests/bench/peers tests/bench/cuda $(ARGS)
 
 lint: .venv/.test
 	$(BIN)/ruff format --check .

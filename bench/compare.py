@@ -11,12 +11,16 @@ further from 1 than --noise and than two runs of the same server in one block ty
 Chance alone puts all of n blocks on one side once in 2^(n-1) runs, so few blocks prove little. Ratios are
 turned so that above 1 always means that B is better.
 
+A chat is 128 tokens (--least-tokens), or on a fast server as many as take half a second: a shorter one would
+time the machine's scheduler. --max-tokens sets a length that is kept.
+
 Exit code 0: no metric of B is worse beyond noise by more than --max-loss; 1: one is; 2: not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +49,8 @@ from bench.report import (
 
 TOOL = "compare"
 ORDER = "ABBA"
+CHAT_SECONDS = 0.5
+MAX_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +130,21 @@ def compare_files(path_a: Path, path_b: Path) -> tuple[list[Ratio], list[str]]:
 def compare_servers(
     benches: dict[str, measure.Bench], options: argparse.Namespace, progress: Progress
 ) -> tuple[list[Ratio], dict[str, Any]]:
-    """Measure two servers in turn; gives ratios and all values."""
+    """Measure two servers in turn; gives ratios, and all values with the tokens of each chat."""
+    for bench in benches.values():
+        bench.prompt(bench.random_ids(min(512, bench.context_tokens // 2)), 1)  # warm up
+    max_tokens = options.max_tokens
+    if max_tokens is None and options.conc:  # as the faster one wants, the same for both
+        max_tokens = max(
+            lasting_tokens(_chat_seconds(each), options.least_tokens, each.context_tokens)
+            for each in benches.values()
+        )
+        progress(f"chats of {max_tokens} tokens")
     measures: dict[str, Callable[[measure.Bench, int], float]] = {
         f"prefill {num}": _prefill_rate(num) for num in options.prefill
     }
     for num_streams in options.conc:
-        measures[f"decode C{num_streams}"] = _decode_rate(num_streams, options.max_tokens)
-    for bench in benches.values():
-        bench.prompt(bench.random_ids(min(512, bench.context_tokens // 2)), 1)  # warm up
+        measures[f"decode C{num_streams}"] = _decode_rate(num_streams, max_tokens)
     ratios, raw = [], {}
     for name, run in measures.items():
         blocks = []
@@ -143,7 +156,32 @@ def compare_servers(
             progress(f"{name}, block {number + 1}: A {_shown(block['A'])}  B {_shown(block['B'])} tok/s")
         ratios.append(ratio_of_blocks(name, blocks))
         raw[name] = blocks
-    return ratios, raw
+    return ratios, {"max_tokens": max_tokens, "blocks": raw}
+
+
+def lasting_tokens(seconds_of: Callable[[int], float], least_tokens: int, context_tokens: int) -> int:
+    """Find how long a chat must be to take CHAT_SECONDS: least_tokens or more, half of the context at most.
+
+    seconds_of: runs a chat of so many tokens and gives the seconds that these took.
+    """
+    num_tokens = min(least_tokens, context_tokens // 2)
+    for _ in range(MAX_TRIES):
+        seconds = seconds_of(num_tokens)
+        if seconds >= CHAT_SECONDS or num_tokens == context_tokens // 2:
+            break
+        # a fifth more: a server that is warm by now is faster still
+        wanted = math.ceil(num_tokens * 1.2 * CHAT_SECONDS / max(seconds, 1e-3))
+        num_tokens = min(wanted, context_tokens // 2)
+    return num_tokens
+
+
+def _chat_seconds(bench: measure.Bench) -> Callable[[int], float]:
+    def seconds(num_tokens: int) -> float:
+        # a number that no block uses
+        done = measure.decode_round(bench, 1, -num_tokens, num_tokens, ignore_eos=True)
+        return sum(done.completion_tokens) / done.after_first
+
+    return seconds
 
 
 def _prefill_rate(num_tokens: int) -> Callable[[measure.Bench, int], float]:
@@ -180,7 +218,8 @@ def main(argv: Sequence[str]) -> int:
             pages[side] = server_facts(client)
             benches[side] = measure.Bench.open(client, pages[side], template="server", id_range=None)
         report.server_before = pages
-        ratios, report.result["blocks"] = compare_servers(benches, options, progress)
+        ratios, values = compare_servers(benches, options, progress)
+        report.result |= values
     report.result["ratios"] = [asdict(ratio) | {"verdict": ratio.verdict(options.noise)} for ratio in ratios]
     report.checks += [
         Check(f"{ratio.metric}: B to A", ratio.ratio, 1.0 - options.max_loss, at_least=True)
@@ -220,7 +259,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--blocks", type=int, default=5, help="A B B A blocks of each measurement (%(default)s)")
     add("--prefill", type=int, nargs="*", default=[2048], help="prompt lengths (2048)")
     add("--conc", type=int, nargs="*", default=[1], help="streams at once (1)")
-    add("--max-tokens", type=int, default=128, help="tokens of each chat (%(default)s)")
+    add(
+        "--least-tokens",
+        type=int,
+        default=128,
+        help="of each chat; more where these take less than 0.5 s (%(default)s)",
+    )
+    add("--max-tokens", type=int, help="of each chat, however long it takes")
     add("--noise", type=float, default=0.02, help="ratios nearer to 1 than this are the same (%(default)s)")
     add("--max-loss", type=float, default=0.05, help="largest loss that still passes (%(default)s)")
     add_output_flags(parser)

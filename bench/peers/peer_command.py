@@ -41,8 +41,9 @@ class Results:
 
     def _save(self) -> None:
         if self._path is not None:
-            text = json.dumps(self.values, indent=1) + "\n"
-            self._path.write_text(text, encoding="utf-8")
+            new = self._path.with_name(self._path.name + ".new")
+            new.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+            new.replace(self._path)  # whole at any time: a peer at its limit is killed without notice
 
 
 def run_peer(name: str, options: PeerOptions, open_peer: Open) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import tempfile
@@ -91,14 +90,11 @@ def measure(
     """Measure a warm engine as the options say, into results. routes: as build_engine gave them."""
     driver = Driver(engine, routes=routes)
     _save(options, results)
-    for width, split in itertools.product(options.streams, options.splits):
-        engine.offload.share_experts(split == "parts")  # in force from the first warm step's end on
+    for width in options.streams:
         found = measure_decode(driver, engine, width, options.warm_steps, options.steps, model.enqueue_s)
-        name = f"{width}" if split == options.splits[0] else f"{width}_{split}"
-        results[f"decode_{name}"] = found
-        say(f"decode {name}: {_line(found)}")
+        results[f"decode_{width}"] = found
+        say(f"decode {width}: {_line(found)}")
         _save(options, results)
-    engine.offload.share_experts(options.splits[0] == "parts")
     for length in SHORT_PROMPTS:
         results[f"first_token_{length}_s"] = times = measure_prefill(driver, length, 3)
         say(f"first token of {length} tokens: {[round(value, 3) for value in times]} s")
@@ -205,7 +201,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         crew_threads=threads,
         crew_cpus=cpus,
         cpu_prefill_tokens=options.ct_prefill,
-        splits_experts=options.splits[0] == "parts",
+        splits_experts=options.ct_split == "parts",
     )
     return CudaOptions(
         offload,

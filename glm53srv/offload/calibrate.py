@@ -138,7 +138,7 @@ class _Fit:
         self.notes: list[str] = []
 
     def take(self, lane: _Lane) -> None:
-        """Fit one lane. A fixed part counts for the CPU alone: the GPU's launches are part of every step."""
+        """Fit one lane. The GPU's fixed part is the link's: launches, and what follows the way."""
         try:
             fixed_ms, expert_ms = fit_lane_cost(lane.samples)
         except ValueError as error:
@@ -149,8 +149,8 @@ class _Fit:
                 self.costs = replace(self.costs, cpu_fixed_ms=fixed_ms, cpu_expert_ms=expert_ms)
                 self.measured += ["cpu_fixed_ms", "cpu_expert_ms"]
             case "link":
-                self.costs = replace(self.costs, zero_copy_ms=expert_ms)
-                self.measured.append("zero_copy_ms")
+                self.costs = replace(self.costs, zero_copy_ms=expert_ms, gpu_fixed_ms=fixed_ms)
+                self.measured += ["zero_copy_ms", "gpu_fixed_ms"]
             case "vram":
                 self.costs = replace(self.costs, vram_expert_ms=expert_ms)
                 self.measured.append("vram_expert_ms")

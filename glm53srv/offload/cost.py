@@ -4,12 +4,12 @@ A layer's routed experts run on two lanes at once: the GPU computes the experts 
 over the link, the CPU computes the other misses.
 
     cpu_ms(n)       = 0 for n = 0, else cpu_fixed_ms + n * cpu_expert_ms
-    gpu_ms(h, m)    = h * vram_expert_ms + m * zero_copy_ms
+    gpu_ms(h, m)    = gpu_fixed_ms + h * vram_expert_ms + m * zero_copy_ms
     layer           = max(cpu_ms(n), gpu_ms(h, misses - n))
 
 Whole experts seldom divide evenly, so one of them may be shared: then n has a fraction. The link carries the
-rest of that expert only, but the GPU computes it whole, with zeros for the CPU's neurons, so its lane takes a
-little more than the fraction says.
+rest of that expert only, but the GPU computes it whole, with zeros for the CPU's neurons; so the CPU's part
+counts among the hits, too.
 
 Costs change slowly and by measurement; the decision is needed in every layer of every step, on the device.
 So the host solves the small problem for every (hits, misses) and hands over an integer table: the kernel
@@ -75,32 +75,26 @@ class CostModel:
     cpu_expert_ms: float
     zero_copy_ms: float
     vram_expert_ms: float
+    gpu_fixed_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Check that every cost is a time. Raises ValueError."""
-        values = (self.cpu_fixed_ms, self.vram_expert_ms, self.cpu_expert_ms, self.zero_copy_ms)
-        if not all(np.isfinite(value) and value >= 0 for value in values) or min(values[2:]) <= 0:
+        hidden = (self.cpu_fixed_ms, self.gpu_fixed_ms, self.vram_expert_ms)
+        values = (*hidden, self.cpu_expert_ms, self.zero_copy_ms)
+        if not all(np.isfinite(value) and value >= 0 for value in values) or min(values[3:]) <= 0:
             raise ValueError(f"costs must be positive milliseconds: {self}")
 
     def cpu_ms(self, num_experts: float) -> float:
         """Time of a CPU job over num_experts experts; a fraction is a part of one."""
         return self.cpu_fixed_ms + num_experts * self.cpu_expert_ms if num_experts else 0.0
 
-    def gpu_ms(self, num_hits: int, num_link: float) -> float:
-        """Time of the GPU lane: experts in VRAM, then experts of the link; a fraction is a part of one."""
-        part = num_link % 1
-        zeros = 1 - part if part else 0.0  # computed, and not carried
-        carried_ms = num_hits * self.vram_expert_ms + num_link * self.zero_copy_ms
-        return carried_ms + zeros * self.computing_ms
-
-    @property
-    def computing_ms(self) -> float:
-        """Of an expert that came over the link, the time after it has arrived."""
-        return min(self.vram_expert_ms, self.zero_copy_ms)
+    def gpu_ms(self, num_hits: float, num_link: float) -> float:
+        """Time of the GPU lane: its launches, experts in VRAM, experts over the link."""
+        return self.gpu_fixed_ms + num_hits * self.vram_expert_ms + num_link * self.zero_copy_ms
 
     def layer_ms(self, num_hits: int, num_link: float, num_cpu: float) -> float:
-        """Time of a layer's routed experts: the slower lane."""
-        return max(self.cpu_ms(num_cpu), self.gpu_ms(num_hits, num_link))
+        """Time of a layer's routed experts: the slower lane. num_cpu % 1: the CPU's part of a shared one."""
+        return max(self.cpu_ms(num_cpu), self.gpu_ms(num_hits + num_cpu % 1, num_link))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +111,11 @@ class CostOverrides:
 
     def apply(self, costs: CostModel) -> CostModel:
         """Return costs with the pinned values in place."""
-        return CostModel(
+        return replace(
+            costs,
             cpu_fixed_ms=costs.cpu_fixed_ms if self.cpu_fixed_ms is None else self.cpu_fixed_ms,
             cpu_expert_ms=costs.cpu_expert_ms if self.cpu_expert_ms is None else self.cpu_expert_ms,
             zero_copy_ms=costs.zero_copy_ms if self.zero_copy_ms is None else self.zero_copy_ms,
-            vram_expert_ms=costs.vram_expert_ms,
         )
 
 
@@ -147,79 +141,6 @@ def fit_lane_cost(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     if not slopes or (slope := statistics.median(slopes)) <= 0:
         raise ValueError("calibration needs jobs of different sizes whose time grows with the size")
     return max(0.0, statistics.median(ms - size * slope for size, ms in samples)), slope
-
-
-class TrackedCost:
-    """One cost followed online: an exponential mean whose single steps are bounded.
-
-    An observation moves the estimate by at most `weight` times three typical deviations, so a stall of a
-    hundred times the usual (a page fault, another process) counts like one slow sample; a lasting change
-    still gets through, because the typical deviation grows with it. Owned by the engine thread.
-    """
-
-    def __init__(self, initial_ms: float, weight: float = 0.02) -> None:
-        self.value_ms = initial_ms
-        self._deviation_ms = 0.1 * initial_ms
-        self._weight = weight
-
-    def observe(self, measured_ms: float) -> None:
-        """Take one measurement; anything but a positive finite number is ignored."""
-        if not (np.isfinite(measured_ms) and measured_ms > 0):
-            return
-        error = measured_ms - self.value_ms
-        bound = 3.0 * self._deviation_ms
-        clipped = min(max(error, -bound), bound)
-        self.value_ms = max(self.value_ms + self._weight * clipped, 0.01 * self.value_ms)
-        self._deviation_ms += self._weight * (min(abs(error), bound) - self._deviation_ms)
-        self._deviation_ms = max(self._deviation_ms, 0.01 * self.value_ms)
-
-
-class CostTracker:
-    """The cost model in force: measured at start, corrected online, pinned where the user says so.
-
-    Owned by the engine thread, fed between steps with the times that the lanes report. The fixed part of a
-    CPU job stays as calibrated; its drift goes into the per-expert cost. A cost of 0 says that a device hides
-    it (see docs/offload.md, rule 4), and stays.
-    """
-
-    def __init__(self, initial: CostModel, overrides: CostOverrides | None = None) -> None:
-        overrides = overrides or CostOverrides()
-        self._base = base = overrides.apply(initial)
-        self._cpu = None if overrides.cpu_expert_ms is not None else TrackedCost(base.cpu_expert_ms)
-        self._link = None if overrides.zero_copy_ms is not None else TrackedCost(base.zero_copy_ms)
-        self._vram = TrackedCost(base.vram_expert_ms) if base.vram_expert_ms > 0 else None
-
-    @property
-    def costs(self) -> CostModel:
-        """Current costs."""
-        return replace(
-            self._base,
-            cpu_expert_ms=self._cpu.value_ms if self._cpu else self._base.cpu_expert_ms,
-            zero_copy_ms=self._link.value_ms if self._link else self._base.zero_copy_ms,
-            vram_expert_ms=self._vram.value_ms if self._vram else 0.0,
-        )
-
-    def observe_cpu(self, num_experts: float, elapsed_ms: float) -> None:
-        """Learn from one CPU job of num_experts experts, or parts of them, post to answer."""
-        if self._cpu and num_experts > 0:
-            self._cpu.observe((elapsed_ms - self._base.cpu_fixed_ms) / num_experts)
-
-    def observe_link(self, num_experts: float, elapsed_ms: float) -> None:
-        """Learn from num_experts experts read in place in elapsed_ms."""
-        if self._link and num_experts > 0:
-            self._link.observe(elapsed_ms / num_experts)
-
-    def observe_gpu(self, num_hits: int, num_link: float, elapsed_ms: float) -> None:
-        """Learn from one launch over hits and reads in place; the time is divided as the costs stand."""
-        costs = self.costs
-        expected_ms = costs.gpu_ms(num_hits, num_link)
-        if expected_ms <= 0:
-            return
-        ratio = elapsed_ms / expected_ms
-        if self._vram and num_hits > 0:
-            self._vram.observe(costs.vram_expert_ms * ratio)
-        if num_link > 0:
-            self.observe_link(1, costs.zero_copy_ms * ratio)
 
 
 def cpu_count_table(costs: CostModel, max_picks: int, mode: Mode, parts: Parts = WHOLE) -> NDArray[np.int32]:
@@ -249,8 +170,7 @@ def _layer_ms(
     costs: CostModel, hits: NDArray[np.int_], misses: int, on_cpu: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Give CostModel.layer_ms for hits (n, 1) and each number of experts on the CPU (m,): (n, m)."""
-    link = misses - on_cpu
-    zeros = np.where(link % 1, 1 - link % 1, 0.0)
-    gpu_ms = hits * costs.vram_expert_ms + link * costs.zero_copy_ms + zeros * costs.computing_ms
+    gpu_ms = costs.gpu_fixed_ms + (hits + on_cpu % 1) * costs.vram_expert_ms
+    gpu_ms = gpu_ms + (misses - on_cpu) * costs.zero_copy_ms
     cpu_ms = np.where(on_cpu, costs.cpu_fixed_ms + on_cpu * costs.cpu_expert_ms, 0.0)
     return np.asarray(np.maximum(gpu_ms, cpu_ms))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from glm53srv.offload.calibrate import Calibration, gb_per_s
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
-from glm53srv.offload.cost import (
-    WHOLE,
-    CostModel,
-    CostOverrides,
-    CostTracker,
-    Mode,
-    Parts,
-    cpu_count_table,
-)
+from glm53srv.offload.cost import WHOLE, CostModel, CostOverrides, Mode, Parts, cpu_count_table
+from glm53srv.offload.cost_tracker import CostTracker
 from glm53srv.offload.report import CostReport
 
 REFRESH_STEPS = 64
@@ -45,6 +40,8 @@ class CostLedger:
         self._parts = parts
         self._tabled = self._tracker.costs
         self._num_steps = 0
+        self._cpu_jobs: list[tuple[float, float]] = []  # of the step that runs: experts, ms
+        self._gpu_layers: list[tuple[float, float, float]] = []  # hits, experts over the link, ms
         self.table: NDArray[np.int32] = cpu_count_table(self._tabled, max_picks, mode, parts)
         self.num_tables = 1
         default = CopyBudgetParams()
@@ -60,16 +57,21 @@ class CostLedger:
         """One expert by the copy engine, as the budget counts it."""
         return self._budget.params.copy_ms
 
-    def observe_cpu(self, num_experts: float, elapsed_ms: float) -> None:
-        """Learn from one CPU job, post to answer; a fraction of num_experts is a part of one."""
-        self._tracker.observe_cpu(num_experts, elapsed_ms)
+    def observe_cpu(self, jobs: Sequence[tuple[float, float]]) -> None:
+        """Note CPU jobs of this step: experts, and ms from post to answer."""
+        self._cpu_jobs += jobs
 
-    def observe_gpu(self, num_hits: int, num_link: float, elapsed_ms: float) -> None:
-        """Learn from one launch over experts in VRAM and experts read in place."""
-        self._tracker.observe_gpu(num_hits, num_link, elapsed_ms)
+    def observe_gpu(self, layers: Sequence[tuple[float, float, float]]) -> None:
+        """Note layers of this step: experts in VRAM, over the link, and ms of the GPU's lane."""
+        self._gpu_layers += layers
 
     def end_step(self) -> None:
-        """Count a decode step; every REFRESH_STEPS of them, make a new table if a cost has moved."""
+        """Learn from a decode step; every REFRESH_STEPS of them, make a new table if a cost has moved."""
+        if self._cpu_jobs:
+            self._tracker.observe_cpu(*np.array(self._cpu_jobs).T)
+        if self._gpu_layers:
+            self._tracker.observe_gpu(*np.array(self._gpu_layers).T)
+        self._cpu_jobs, self._gpu_layers = [], []
         self._num_steps += 1
         if self._num_steps % REFRESH_STEPS == 0 and self._has_drifted():
             self._renew()
@@ -112,4 +114,6 @@ class CostLedger:
     def _has_drifted(self) -> bool:
         now, then = self.costs, self._tabled
         pairs = [(getattr(now, name), getattr(then, name)) for name in CostModel.__slots__]
-        return any(abs(new - old) > MIN_DRIFT * old for new, old in pairs)
+        # Of an expert's time too: a fixed part near 0 may change by a multiple without moving an entry.
+        least = 0.25 * then.zero_copy_ms
+        return any(abs(new - old) > MIN_DRIFT * max(old, least) for new, old in pairs)

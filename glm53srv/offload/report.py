@@ -14,7 +14,9 @@ class OffloadCounts:
 
     num_split: of those of the link, experts that the CPU computed a part of.
     num_copies: admissions by the copy engine; num_kept: those of experts that took an offer. num_picks,
-    num_hit_picks: all picks of decode steps, and those that a slot served.
+    num_hit_picks: all picks of decode steps, and those that a slot served. gpu_lane_ms: of all layers of
+    decode steps, from the plan to the GPU's last expert; cpu_wait_ms: what the GPU then waited for the CPU's
+    part, in num_cpu_last layers. These three are 0 without CPU workers or without a GPU.
     """
 
     num_steps: int = 0
@@ -27,6 +29,9 @@ class OffloadCounts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    gpu_lane_ms: float = 0.0
+    cpu_wait_ms: float = 0.0
+    num_cpu_last: int = 0
     num_split: int = 0
 
 

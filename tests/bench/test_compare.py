@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from bench.compare import Ratio, main, ratio_of_blocks, ratio_of_metrics
+from bench.compare import (
+    CHAT_SECONDS,
+    Ratio,
+    lasting_tokens,
+    main,
+    ratio_of_blocks,
+    ratio_of_metrics,
+)
 from bench.report import FAILED, FORMAT, NOT_MEASURED, PASSED, run_command, spread
 
 
@@ -98,7 +105,67 @@ def test_a_server_is_measured_against_itself_in_turn(server: str, tmp_path: Path
 
     assert code == PASSED  # --max-loss 1: what times come out is not this test's business
     blocks = document["result"]["blocks"]
+    assert document["result"]["max_tokens"] == 4
     assert list(blocks) == ["prefill 32", "decode C1"]
     assert all(len(block[side]) == 2 for each in blocks.values() for block in each for side in "AB")
     ratios = [Ratio(**{k: v for k, v in r.items() if k != "verdict"}) for r in document["result"]["ratios"]]
     assert all(ratio.low <= ratio.ratio <= ratio.high for ratio in ratios)
+
+
+class SteadyServer:
+    """Takes so long for a chat: seconds of each, at rates of which the last repeats."""
+
+    def __init__(self, *rates: float) -> None:
+        self._rates = list(rates)
+        self.asked: list[int] = []
+
+    def __call__(self, num_tokens: int) -> float:
+        self.asked.append(num_tokens)
+        rate = self._rates.pop(0) if len(self._rates) > 1 else self._rates[0]
+        return num_tokens / rate
+
+
+@pytest.mark.parametrize("rate", [2, 30, 250])
+def test_on_a_slow_server_a_chat_is_short(rate: float) -> None:
+    server = SteadyServer(rate)
+    assert lasting_tokens(server, 128, 8192) == 128
+    assert server.asked == [128]
+
+
+@pytest.mark.parametrize("rates", [[60], [270], [800], [3000], [400, 900], [300, 200]])
+def test_on_a_fast_server_a_chat_lasts_long_enough_to_be_timed(rates: list[float]) -> None:
+    server = SteadyServer(*rates)
+    num_tokens = lasting_tokens(server, 24, 8192)
+    assert server.asked[-1] == num_tokens
+    assert CHAT_SECONDS <= num_tokens / rates[-1] < 2 * CHAT_SECONDS
+    assert len(server.asked) <= 3
+
+
+def test_a_chat_is_no_longer_than_the_context_allows() -> None:
+    assert lasting_tokens(SteadyServer(1e4), 128, 2048) == 1024
+    assert lasting_tokens(SteadyServer(1e4), 128, 200) == 100
+
+
+def test_a_server_that_is_faster_each_time_is_not_asked_for_ever() -> None:
+    server = SteadyServer(1e3, 1e4, 1e5, 1e6, 1e7)
+    lasting_tokens(server, 128, 10**9)
+    assert len(server.asked) == 4
+
+
+def test_two_servers_get_chats_of_one_length_that_is_found(server: str, tmp_path: Path) -> None:
+    code, document = compare(
+        server,
+        server,
+        tmp_path / "o",
+        "--blocks",
+        "1",
+        "--prefill",
+        "--max-loss",
+        "1",
+        "--least-tokens",
+        "24",
+    )
+
+    assert code == PASSED
+    assert document["result"]["max_tokens"] >= 24
+    assert list(document["result"]["blocks"]) == ["decode C1"]

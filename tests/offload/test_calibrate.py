@@ -11,7 +11,9 @@ from glm53srv.offload.calibrate import CostProbes, Timer, assume, calibrate, des
 from glm53srv.offload.cost import CostModel, CostOverrides, default_costs
 
 GUESS = default_costs(22)
-TRUTH = CostModel(cpu_fixed_ms=0.2, cpu_expert_ms=0.5, zero_copy_ms=0.3, vram_expert_ms=0.02)
+TRUTH = CostModel(
+    cpu_fixed_ms=0.2, cpu_expert_ms=0.5, zero_copy_ms=0.3, vram_expert_ms=0.02, gpu_fixed_ms=0.1
+)
 COPY_MS = 0.25
 NONE = CostOverrides()
 
@@ -42,7 +44,7 @@ class Machine:
     def probes(self) -> CostProbes:
         return CostProbes(
             cpu=self.lane("cpu", TRUTH.cpu_fixed_ms, TRUTH.cpu_expert_ms),
-            link=self.lane("link", 0.1, TRUTH.zero_copy_ms),
+            link=self.lane("link", TRUTH.gpu_fixed_ms, TRUTH.zero_copy_ms),
             vram=self.lane("vram", 0.1, TRUTH.vram_expert_ms),
             copy=self.lane("copy", 0.0, COPY_MS),
         )
@@ -94,6 +96,7 @@ def test_what_the_user_set_wins_and_is_not_timed() -> None:
         "cpu_expert_ms": "set",
         "zero_copy_ms": "set",
         "vram_expert_ms": "measured",
+        "gpu_fixed_ms": "assumed",
     }
 
 

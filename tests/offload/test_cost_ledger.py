@@ -19,8 +19,9 @@ def make_ledger(overrides: CostOverrides = NONE, copy_ms: float | None = 0.5) ->
 
 def run(ledger: CostLedger, num_steps: int, cpu_ms: float, gpu_ratio: float = 1.0) -> None:
     for _ in range(num_steps):
-        ledger.observe_cpu(4, 0.1 + 4 * cpu_ms)
-        ledger.observe_gpu(3, 1, gpu_ratio * (3 * 0.03 + 0.4))
+        ledger.observe_cpu([(size, 0.1 + size * cpu_ms) for size in (1, 2, 4, 6)])
+        layers = [(hits, link) for hits in range(4) for link in range(1, 4)]
+        ledger.observe_gpu([(h, m, gpu_ratio * (h * 0.03 + m * 0.4)) for h, m in layers])
         ledger.end_step()
 
 
@@ -55,7 +56,7 @@ def test_a_table_changes_only_at_the_end_of_a_step() -> None:
     ledger = make_ledger()
     run(ledger, REFRESH_STEPS - 1, cpu_ms=2.0)
     table = ledger.table
-    ledger.observe_cpu(4, 9.0)
+    ledger.observe_cpu([(4, 9.0)])
     assert ledger.table is table
     ledger.end_step()
     assert ledger.table is not table

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from glm53srv.engine.base import (
 from glm53srv.engine.cuda.loading import (
     CudaOptions,
     LoadedModel,
+    hire,
     limit_vram,
     load_model,
     open_offload,
@@ -51,6 +52,7 @@ from glm53srv.model.config import load_model_config
 from glm53srv.model.fingerprint import routing_fingerprint
 from glm53srv.model.tensor_needs import all_needs
 from glm53srv.model.vocabulary import count_token_ids
+from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.arena import ArenaOptions, ExpertArena
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.registered import RegisteredMemory
@@ -178,10 +180,29 @@ class CudaEngine:
         require(not self._book.slots, "warm_up while sequences run")
         with torch.inference_mode():
             run_every_shape(self._model, self._offload, self._limits)
-            if self._options.graphs:
-                by_row = self._options.mode == "fast"
-                capture_every_width(self._model, self._offload, self._limits, by_row=by_row)
+            self.capture()
         self.check_slots(NUM_CHECKED_SLOTS)
+
+    def capture(self) -> None:
+        """Capture decode steps of each width, behind warm_up's shapes; again if what they launch is other."""
+        require(not self._book.slots, "capture while sequences run")
+        if self._options.graphs:
+            by_row = self._options.mode == "fast"
+            with torch.inference_mode():
+                capture_every_width(self._model, self._offload, self._limits, by_row=by_row)
+
+    def change_workers(self, crew_isa: str, crew_threads: int | None, costs: CostOverrides) -> None:
+        """Start other CPU workers and begin with the start's costs again; capture() must follow.
+
+        For measurements. No sequence may run. crew_threads: None for as many as at the start. Raises
+        MachineError.
+        """
+        require(not self._book.slots, "change_workers while sequences run")
+        self._model.wait()
+        self._model.drop_graphs()
+        usual = self._options.offload
+        offload = replace(usual, crew_isa=crew_isa, crew_threads=crew_threads or usual.crew_threads)
+        self._offload.change_lane(lambda: hire(self._loaded, replace(self._options, offload=offload)), costs)
 
     def check_slots(self, num_samples: int, seed: int = 0) -> int:
         """Compare resident experts with their home copies; gives how many. Raises EngineError naming one."""

@@ -23,7 +23,7 @@ from glm53srv.engine.cuda.moe import adopt_sparse_layers, tables_of
 from glm53srv.engine.cuda.package import Package
 from glm53srv.engine.cuda.weights import ArenaTensors
 from glm53srv.errors import MachineError
-from glm53srv.kernels import Clamp
+from glm53srv.kernels import Clamp, Isa
 from glm53srv.model.config import ModelConfig
 from glm53srv.offload.calibrate import Calibration, assume, calibrate, describe
 from glm53srv.offload.cost import Mode, default_costs
@@ -185,7 +185,7 @@ def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "
     fingerprint: of the routers, for kept heat. Raises MachineError.
     """
     loan = _probe(loaded, options)
-    lane, prefill_lane = _hire(loaded, options), None
+    lane, prefill_lane = hire(loaded, options), None
     try:
         prefill_lane = make_lane(loaded.arena, options.offload, loaded.config.swiglu_limit)
         return _open_with(loaded, options, loan, (lane, prefill_lane), fingerprint)
@@ -327,13 +327,15 @@ def run_decode(model: CudaModel, width: int, num_steps: int) -> None:
             state.free()
 
 
-def _hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
+def hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
+    """Start the CPU workers, none in exact mode. Raises MachineError."""
     wanted = options.offload
     if options.mode == "exact" or wanted.crew_threads < 1:
         return None
     crew = CrewOptions(
         wanted.crew_threads,
         wanted.crew_cpus,
+        isa=Isa[wanted.crew_isa],
         clamp=Clamp.ACTIVATION,
         limit=loaded.config.swiglu_limit,
         poll_us=POLL_US,

@@ -87,8 +87,12 @@ class CudaModel:
         return width in self._graphs
 
     def drop_graphs(self) -> None:
-        """Decode without graphs from now on; the device must be idle."""
+        """Decode without graphs, until a width is captured again; the device must be idle.
+
+        The recorder goes too: torch ends a pool of graphs with the last of them.
+        """
         self._graphs.clear()
+        self._recorder = None
 
     def new_state(self) -> Any:
         """Take a recurrent state, zeroed; at most as many as streams. Give it back with state.free()."""

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from glm53srv.offload.report import OffloadCounts
 from glm53srv.offload.split import Lane
 
+LOOK_MS = 0.01
+"""A wait that is longer was one: looking at an answer that is there takes some microseconds of the link."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -25,6 +28,9 @@ class Counts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    gpu_lane_ms: float = 0.0
+    cpu_wait_ms: float = 0.0
+    num_cpu_last: int = 0
     num_split: int = 0
 
     @property
@@ -43,7 +49,8 @@ class Counts:
         """Add a decode step's routing log.
 
         picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
-        4), distinct experts in VRAM, over the link, on the CPU, and blocks of the shared one on the CPU.
+        7 words), distinct experts in VRAM, over the link, on the CPU; three times; and the blocks of the
+        shared one on the CPU.
         """
         in_vram, over_link, on_cpu = counts[:, :3].sum(axis=0).tolist()
         self.num_vram += in_vram
@@ -52,7 +59,13 @@ class Counts:
         self.num_picks += int((picks >= 0).sum())
         self.num_hit_picks += int((lanes == Lane.VRAM).sum())
         self.num_kept += int((kept >= 0).sum())
-        self.num_split += int((counts[:, 3] > 0).sum())
+        self.num_split += int((counts[:, 6] > 0).sum())
+
+    def add_times(self, gpu_lane_ms: float, wait_ms: NDArray[np.float64]) -> None:
+        """Add a decode step's lanes: the GPU's in all, and each layer's wait for the CPU behind it."""
+        self.gpu_lane_ms += gpu_lane_ms
+        self.cpu_wait_ms += float(wait_ms.sum())
+        self.num_cpu_last += int((wait_ms > LOOK_MS).sum())
 
     def frozen(self) -> OffloadCounts:
         """Give the values so far."""

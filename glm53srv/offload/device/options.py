@@ -20,18 +20,19 @@ def _residency() -> ResidencyParams:
 class OffloadOptions:
     """Sizes and knobs of a simulated offload.
 
-    crew_threads, crew_cpus: of the CPU workers. vram: its max_slots is the size of the cache; None takes an
-    eighth of all experts. chunk_slots: slots lent together; None takes an eighth of the cache.
-    stage_min_picks: picks per layer from which a chunk is staged; None scales the threshold of a layer of 288
-    experts. copies_per_step: admissions per decode step and what the copy engine moves beside it; None takes
-    what the measured rate allows, and then runs do not repeat. calibrate_s: time that measuring the costs may
-    take at start; 0 takes the defaults. cpu_prefill_tokens: longest chunk of a prompt of which the CPU
-    computes a part, on a GPU in fast mode; 0 for none. splits_experts: one expert of a decode layer may be
-    shared between link and CPU, in fast mode.
+    crew_threads, crew_cpus, crew_isa: of the CPU workers; crew_isa names a kernels.Isa. vram: its max_slots
+    is the size of the cache; None takes an eighth of all experts. chunk_slots: slots lent together; None
+    takes an eighth of the cache. stage_min_picks: picks per layer from which a chunk is staged; None scales
+    the threshold of a layer of 288 experts. copies_per_step: admissions per decode step and what the copy
+    engine moves beside it; None takes what the measured rate allows, and then runs do not repeat.
+    calibrate_s: time that measuring the costs may take at start; 0 takes the defaults. cpu_prefill_tokens:
+    longest chunk of a prompt of which the CPU computes a part, on a GPU in fast mode; 0 for none.
+    splits_experts: one expert of a decode layer may be shared between link and CPU, in fast mode.
     """
 
     crew_threads: int = 1
     crew_cpus: tuple[int, ...] | None = None
+    crew_isa: str = "AUTO"
     mode: Mode = "fast"
     costs: CostOverrides = field(default_factory=CostOverrides)
     vram: VramOptions = field(default_factory=VramOptions)

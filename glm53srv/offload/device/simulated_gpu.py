@@ -243,7 +243,7 @@ class SimulatedOffload:
         y += self._crew.wait(seq, len(x))
         answer = self._mailbox.answer(seq)
         num_experts = answer.num_blocks / self.arena.layout.num_blocks
-        self._ledger.observe_cpu(num_experts, answer.elapsed_ms + self._hand_over_ms)
+        self._ledger.observe_cpu([(num_experts, answer.elapsed_ms + self._hand_over_ms)])
         return y
 
     def _parts(self, shared: NDArray[np.int32], split: Split) -> tuple[ExpertPart | None, ExpertPart | None]:
@@ -297,7 +297,10 @@ class SimulatedOffload:
         begin_s = self._clock()
         y = self._compute(layer, table, step.table[layer], x, picks, weights, part)
         elapsed_ms = (self._clock() - begin_s) * 1e3
-        self._ledger.observe_gpu(int(split.num_hits[0]) + 1, float(split.link_load[0]), elapsed_ms)
+        zeros = float(split.share[0]) / split.num_parts  # computed with the rest, though the CPU's
+        self._ledger.observe_gpu(
+            [(float(split.num_hits[0]) + 1 + zeros, float(split.link_load[0]), elapsed_ms)]
+        )
         return y
 
     def _compute(

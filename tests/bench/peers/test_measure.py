@@ -10,7 +10,7 @@ import pytest
 
 from bench.peers.measure import Rounds, measure
 from bench.peers.options import PeerOptions
-from bench.peers.peer_command import run_peer
+from bench.peers.peer_command import Results, run_peer
 from tests.bench.peers.fake_peer import FakePeer
 
 ROUNDS = Rounds(
@@ -89,6 +89,20 @@ def test_a_peer_that_fails_keeps_what_it_measured_and_says_why(tmp_path: Path) -
     assert found["error"] == "EngineError: the device is gone"
     assert "prefill_s" in found
     assert "decode_3" not in found
+
+
+def test_a_peer_that_is_killed_at_any_time_leaves_a_whole_file(tmp_path: Path) -> None:
+    out = tmp_path / "peer.json"
+    results = Results("fake", options(out))
+    results.note("open_s", 1.0)
+
+    with out.open() as before:
+        results.note("prefill_s", [2.0])
+        kept = json.loads(before.read())  # a file that is written over has lost these while it is written
+
+    assert kept["open_s"] == 1.0
+    assert "prefill_s" not in kept
+    assert json.loads(out.read_text())["prefill_s"] == [2.0]
 
 
 def test_a_peer_that_cannot_be_opened_says_why(tmp_path: Path) -> None:

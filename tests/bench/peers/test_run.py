@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from bench.peers.checkpoint import MARKER
-from bench.peers.run import PEERS, Part, RunOptions, main, parse, peer_command, run_all, run_part
+from bench.peers.run import (
+    PEERS,
+    Part,
+    RunOptions,
+    main,
+    parse,
+    peer_command,
+    peer_limit_s,
+    run_all,
+    run_part,
+)
 from tests.bench.peers.test_table import results
 
 WRITE = """
@@ -90,6 +100,37 @@ def test_a_peer_that_hangs_is_ended_at_its_limit(tmp_path: Path) -> None:
     outcome = run_part(Part("stock", (sys.executable, "-c", HANG), 0.0), tmp_path / "log")
     assert (outcome.code, outcome.is_good) == (None, False)
     assert "limit of 0 s" in str(outcome)
+
+
+def test_what_a_peer_had_measured_before_its_limit_stays_in_the_table(tmp_path: Path) -> None:
+    class Hanging(Family):
+        """Its peers have left their first figures, and hang."""
+
+        def __call__(self, options: RunOptions, name: str) -> Sequence[str]:
+            command = super().__call__(options, name)
+            if name not in PEERS:
+                return command
+            so_far = results(decode_2=None, decode_4=None, facts=None)
+            (options.out_dir / f"{name}.json").write_text(json.dumps(so_far))
+            return (sys.executable, "-c", HANG)
+
+    code = run_all(options(tmp_path, peer_limit_s=0.0), Hanging())
+
+    text = (tmp_path / "out/peers.txt").read_text()
+    assert code == 1
+    assert text.count("ended after its limit of 0 s") == len(PEERS)
+    row = next(line for line in text.split("layers:\n")[1].splitlines() if line.startswith("stock"))
+    assert row.split() == ["stock", "40.0", "-", "-", "25.0", "-", "-", "4096", "0.50", "31.0", "-", "-"]
+    assert "ours-fast / stock: tok/s x1 1.00, tok/s x2 -" in text
+    assert json.loads((tmp_path / "out/peers.json").read_bytes())["peers"]["stock"]["open_s"] == 31.0
+
+
+def test_stock_has_longer_to_open_unless_one_limit_is_given_for_all() -> None:
+    words = ["--work", "w", "--out", "o"]
+    limits = {name: peer_limit_s(parse(words), name) for name in PEERS}
+    assert limits == {"stock": 300.0, "ours-fast": 140.0, "ours-exact": 140.0}
+    given = parse([*words, "--peer-limit", "75"])
+    assert {peer_limit_s(given, name) for name in PEERS} == {75.0}
 
 
 def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:

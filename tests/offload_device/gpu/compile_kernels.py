@@ -95,8 +95,8 @@ GATHER_CONSTANTS = {
 }
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "plan_layer fast": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": True}),
-    "plan_layer exact": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": False}),
+    "plan_layer fast": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": True, "has_clock": True}),
+    "plan_layer exact": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": False, "has_clock": True}),
     "point_layer": (
         point_layer,
         {
@@ -147,9 +147,16 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
             "first_seq": "*i32",
             "ring": "i64",
             "layer": "i32",
-            "num_items": "i32",
+            "rows": "i32",
         },
-        {"y_offset": 33_280, "num_cells": 64, "cell_bytes": 131_072, "block": COMBINE_BLOCK},
+        {
+            "hidden": 4096,
+            "y_offset": 33_280,
+            "num_cells": 64,
+            "cell_bytes": 131_072,
+            "block": COMBINE_BLOCK,
+            "has_clock": True,
+        },
     ),
 }
 

@@ -13,7 +13,7 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
-from glm53srv.offload.device.gpu.launch import MailRing, PlanInputs, PlanOutputs, make_landing
+from glm53srv.offload.device.gpu.launch import COUNT_WORDS, MailRing, PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.offers import NUM_WORDS
 
@@ -53,13 +53,13 @@ def run_layer(arena: ExpertArena, layer: int, ring: MailRing, rng: np.random.Gen
     )
     gate, up, down, scales = (torch.zeros(experts, dtype=torch.int64) for _ in range(4))
     log, lanes = torch.zeros(top_k, dtype=torch.int32), torch.zeros(top_k, dtype=torch.int8)
-    counts = torch.zeros(4, dtype=torch.int32)
+    counts = torch.zeros(COUNT_WORDS, dtype=torch.int32)
     landing = make_landing(torch.zeros((0, arena.layout.record_bytes), dtype=torch.uint8))
     outputs = PlanOutputs(gate, up, down, scales, log, lanes, torch.zeros_like(log), counts)
     launch_plan(inputs, outputs, landing, ring)
     out = torch.zeros(1, hidden)
     launch_combine(out, counts, layer, ring)  # waits for the job of this number
-    assert counts.tolist() == [0, 0, top_k, 0]
+    assert counts.tolist() == [0, 0, top_k, 0, 0, 0, 0]
     assert bool(out.any())
 
 

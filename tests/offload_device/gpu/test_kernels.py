@@ -10,6 +10,7 @@ from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
+from glm53srv.offload.device.gpu.host_log import StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import launch_fetch
 from glm53srv.offload.device.gpu.launch import MailRing, cut_of, make_landing
 from glm53srv.offload.device.gpu.table_kernel import launch_update
@@ -160,7 +161,7 @@ def answered(partial: np.ndarray, layer: int) -> tuple[MailRing, Mailbox]:
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 128), (1, 4096), (4, 4096), (3, 640)])
-@pytest.mark.parametrize("counts", [[1, 2, 3, 0], [1, 2, 0, 5]])
+@pytest.mark.parametrize("counts", [[1, 2, 3, 0, 0, 0, 0], [1, 2, 0, 0, 0, 0, 5]])
 def test_combining_adds_each_float_once(rows: int, hidden: int, counts: list[int]) -> None:
     rng = np.random.default_rng(rows * hidden)
     out, partial = (rng.normal(size=(rows, hidden)).astype(np.float32) for _ in range(2))
@@ -174,5 +175,14 @@ def test_an_empty_job_is_waited_for_and_not_read() -> None:
     out = np.ones((2, 256), np.float32)
     total = torch.from_numpy(out.copy())
     ring, _mailbox = answered(np.full((2, 256), np.nan, np.float32), 1)
-    launch_combine(total, int32(np.array([8, 0, 0, 0])), 1, ring)
+    launch_combine(total, int32(np.array([8, 0, 0, 0, 0, 0, 0])), 1, ring)
     np.testing.assert_array_equal(total.numpy(), out)
+
+
+def test_times_of_a_shared_expert_count_it_on_both_sides() -> None:
+    # words: VRAM, link, CPU, then posted, arrived and answered in ns, then blocks on the CPU
+    counts = np.array([[3, 2, 1, 100, 900_100, 950_100, 4], [0, 1, 0, 0, 0, 0, 0]], np.int32)
+    nothing = np.empty((2, 0), np.int32)
+    times = read_stamps(StepLog(nothing, nothing, nothing.astype(np.int8), counts), num_blocks=16)
+    assert times.gpu_lanes == [(3.25, 1.75, 0.9)]
+    assert times.wait_ms.tolist() == [0.05]

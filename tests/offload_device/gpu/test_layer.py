@@ -15,7 +15,7 @@ from glm53srv.offload.device.crew import Crew, CrewOptions
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, cut_of, make_landing
+from glm53srv.offload.device.gpu.launch import COUNT_WORDS, PlanInputs, PlanOutputs, cut_of, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.gpu.table_kernel import launch_update
 from glm53srv.offload.device.layout import Part, RecordLayout
@@ -51,7 +51,7 @@ class Card:
             log_picks=torch.zeros(16, dtype=torch.int32),
             log_lanes=torch.zeros(16, dtype=torch.int8),
             log_kept=torch.zeros(16, dtype=torch.int32),
-            counts=torch.zeros(4, dtype=torch.int32),
+            counts=torch.zeros(COUNT_WORDS, dtype=torch.int32),
         )
 
     def admit(self, experts: np.ndarray) -> None:
@@ -157,7 +157,7 @@ def test_the_lanes_of_a_layer_add_up(any_arena: ExpertArena, seed: int, num_land
         expected = pool.experts(wide, table, picks.astype(np.int32), whole, LIMIT, Clamp.ACTIVATION)
     error = np.linalg.norm(total.numpy() - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE
-    hits, link, cpu, blocks = card.outputs.counts.tolist()
+    hits, link, cpu, *_, blocks = card.outputs.counts.tolist()
     assert hits + link + cpu == len(np.unique(picks))
     assert int(head) == min(offers.tail, num_landing, link - (blocks > 0))
     assert blocks < arena.layout.num_blocks

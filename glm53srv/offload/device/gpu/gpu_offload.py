@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
-from glm53srv.offload.cost import Parts
+from glm53srv.offload.cost import CostOverrides, Parts
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
@@ -29,9 +29,15 @@ from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
-from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog
+from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.launch import PlanInputs, PlanOutputs, cut_of, make_landing
+from glm53srv.offload.device.gpu.launch import (
+    COUNT_WORDS,
+    PlanInputs,
+    PlanOutputs,
+    cut_of,
+    make_landing,
+)
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.gpu.step_words import StepWords
@@ -103,7 +109,7 @@ class GpuOffload:
         width, layers = max_rows * geometry.top_k, geometry.num_layers
         self._log = torch.full((2, layers, width), -1, dtype=torch.int32, device=device)  # picks, kept
         self._lanes = torch.zeros((layers, width), dtype=torch.int8, device=device)
-        self._counts = torch.zeros((layers, 4), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((layers, COUNT_WORDS), dtype=torch.int32, device=device)
         self._words = StepWords(geometry, device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
         buffers = (min(plan.landing, width), arena.layout.record_bytes)
@@ -141,25 +147,40 @@ class GpuOffload:
 
     def start(self, calibration: Calibration) -> None:
         """Begin with these costs, and with the experts that an earlier run found popular."""
-        options, geometry = self._options, self.policy.geometry
-        mode = options.mode if self.lane is not None else "exact"
-        max_picks = self._cpu_count.shape[0] - 1
-        parts = self._parts(options.splits_experts)
-        self._ledger = CostLedger(calibration, options.costs, max_picks, mode, parts)
-        self._send_cost_table(self._ledger)
+        self._ledger = self._open_ledger(calibration, self._options.costs)
         history = self._heat_keeper.load()
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._ledger)
-        logger.info("offload slots=%d experts=%d", self.plan.num_slots, geometry.num_keys)
+        logger.info("offload slots=%d experts=%d", self.plan.num_slots, self.policy.geometry.num_keys)
+
+    def change_lane(self, make: Callable[[], CpuLane | None], costs: CostOverrides) -> None:
+        """Replace the CPU workers, and begin with the start's costs again; no step may run.
+
+        make: gives the new ones once the old have ended.
+        """
+        calibration, lane = self.calibration, self.lane
+        self.lane = None
+        if lane is not None:
+            lane.close()
+        self.lane = make()
+        self._ledger = self._open_ledger(calibration, costs)
+
+    def _open_ledger(self, calibration: Calibration, costs: CostOverrides) -> CostLedger:
+        mode = self._options.mode if self.lane is not None else "exact"
+        max_picks = self._cpu_count.shape[0] - 1
+        parts = self._parts(self._options.splits_experts)
+        ledger = CostLedger(calibration, costs, max_picks, mode, parts)
+        self._num_tables = 0
+        self._send_cost_table(ledger)
+        return ledger
 
     def share_experts(self, is_wanted: bool) -> None:
-        """Share an expert of each layer between link and CPU from now on, or none; for measurements.
-
-        In force behind the next step.
-        """
-        self._costs().share(self._parts(is_wanted))
+        """Share an expert of each layer between link and CPU from now on, or none; for measurements."""
+        ledger = self._costs()
+        ledger.share(self._parts(is_wanted))
+        self._send_cost_table(ledger)
 
     # ---- brackets of the engine ----
 
@@ -252,8 +273,7 @@ class GpuOffload:
         """
         ledger = self._costs()
         if self.lane is not None:
-            for num_experts, elapsed_ms in self.lane.take_answers():
-                ledger.observe_cpu(num_experts, elapsed_ms)
+            ledger.observe_cpu(self.lane.take_answers())
         log = self._logs.swap(self._rows * self.policy.geometry.top_k)
         self._rows = 0
         if log is not None:
@@ -384,6 +404,10 @@ class GpuOffload:
         self.policy.observe(log.picks, log.kept)
         self._heat_keeper.end_step(self.policy.history)
         self.counts.add_log(log.picks, log.kept, log.lanes, log.counts)
+        if self.lane is not None:
+            times = read_stamps(log, self.arena.layout.num_blocks)
+            self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)
+            self._costs().observe_gpu(times.gpu_lanes)
 
     def _apply(self, update: ResidencyUpdate) -> None:
         """Enqueue what the next step will read: table, heat, offers; and issue the copies."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, 4).
+    """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, words).
 
     Views of pinned memory, valid until the next but one swap.
     """
@@ -20,6 +20,31 @@ class StepLog:
     kept: NDArray[np.int32]
     lanes: NDArray[np.int8]
     counts: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTimes:
+    """Of a step's layers that have a CPU part or none: gpu_lanes gives experts in VRAM, over the link, and ms
+    from the plan to the last expert's end. wait_ms: what the GPU then waited for the CPU, float64 (layers,).
+    """
+
+    gpu_lanes: list[tuple[float, float, float]]
+    wait_ms: NDArray[np.float64]
+
+
+def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
+    """Read the times that plan and combine kernels left; empty where the device has no clock.
+
+    num_blocks: of an expert's intermediate. What the CPU computes of a shared expert is not carried over the
+    link, but the GPU computes it, too, as zeros.
+    """
+    planned, arrived, answered = log.counts[:, 3:6].T
+    is_timed = (planned != 0) & (arrived != 0)
+    lane_ms = (arrived - planned)[is_timed].astype(np.float64) / 1e6  # low words: differences wrap as they do
+    part = log.counts[is_timed, 6] / num_blocks
+    hits, link = (log.counts[is_timed, 0] + part).tolist(), (log.counts[is_timed, 1] - part).tolist()
+    wait_ms = (answered - arrived)[is_timed].astype(np.float64) / 1e6
+    return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms)
 
 
 class HostLogs:

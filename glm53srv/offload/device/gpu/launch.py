@@ -47,6 +47,13 @@ class PlanInputs:
     part_blocks: int
 
 
+COUNT_WORDS = 7
+"""Words of a layer's counts: experts in VRAM, over the link, on the CPU; then the low words of three times of
+the device in ns: when the plan was about to post its job, when the GPU's lane was done, when the CPU's answer
+was there; and 128-blocks of the shared expert on the CPU. Without workers, or under Triton's interpreter,
+which has no clock, the times stay 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanOutputs:
     """What it writes. gate_table, up_table, down_table: int64 (experts,), the pointer tables of the trellis;
@@ -54,7 +61,7 @@ class PlanOutputs:
 
     log_picks: int32 (rows * top_k,), log_lanes: int8 likewise: the layer's part of the routing log, which
     may lie in mapped memory. log_kept: int32 likewise, the slots that were taken, else -1. counts: int32
-    (4,): experts in VRAM, over the link, on the CPU, and 128-blocks of the shared one on the CPU.
+    (COUNT_WORDS,).
     """
 
     gate_table: torch.Tensor

@@ -100,6 +100,7 @@ def plan_layer(
     has_cpu: tl.constexpr,
     num_parts: tl.constexpr,
     part_blocks: tl.constexpr,
+    has_clock: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
     place = tl.arange(0, width)
@@ -138,7 +139,7 @@ def plan_layer(
     tl.store(counts, num_hits)
     tl.store(counts + 1, num_misses - num_cpu)
     tl.store(counts + 2, num_cpu)
-    tl.store(counts + 3, cpu_blocks)
+    tl.store(counts + 6, cpu_blocks)
 
     # What comes over the link lands in a buffer while there is one, and is read in place beyond that.
     is_link = is_miss & ((lane == LANE_LINK) | is_split)
@@ -205,6 +206,8 @@ def plan_layer(
                 item = begin + tl.arange(0, COPY_ITEMS)
                 inside = item < rows * hidden
                 tl.store(target + item, tl.load(x + item, mask=inside), mask=inside)
+        if has_clock:
+            tl.store(counts + 3, tl.extra.cuda.globaltimer().to(tl.int32))
         # All threads have written before one of them publishes. Its exchange is with the card's own memory,
         # for the fence alone: not every link carries atomics, and a plain store behind a fence needs none.
         tl.debug_barrier()
@@ -278,6 +281,7 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         has_cpu=ring is not None,
         num_parts=inputs.num_parts,
         part_blocks=inputs.part_blocks,
+        has_clock=outputs.counts.is_cuda,
     )
 
 

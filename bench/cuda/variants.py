@@ -1,0 +1,188 @@
+"""Decode under several settings within one start, in turn, so that they can be compared.
+
+    python -m bench.cuda.variants --mode fast --vary base: 'avx512: isa=AVX512' base:
+
+Starts of one kind of machine differ by a fifth; this loads the model once. Takes the options of
+`glm53srv bench-model`, then --vary with a name and settings each:
+
+    landing=N offers=N     as of bench-model; landing at most what the start had
+    isa=NAME threads=N     of the CPU workers, which are started anew
+    split=NAME             parts or whole, as --ct-split of bench-model
+    a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
+    streams=1+2+4          in place of the options' streams
+
+Steps are captured anew for each. The cache stays as the one before left it, so name the first variant again
+at the end. --out NAME keeps a trace of each variant's first width as NAME.VARIANT.json.gz, and all figures
+as NAME.json. Needs the engine's graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.cuda.profile_step import say
+from bench.errors import BadInput
+from bench.profile import cut_steps, read_events, summarize
+from glm53srv.bench_model.command import build_engine
+from glm53srv.bench_model.driver import Driver
+from glm53srv.bench_model.measures import measure_decode
+from glm53srv.bench_model.options import BenchOptions, parse_options
+from glm53srv.engine.cuda.engine import CudaEngine
+from glm53srv.engine.cuda.synthetic_plan import require_host_memory
+from glm53srv.errors import Glm53Error
+from glm53srv.kernels import Isa
+from glm53srv.machine import read_machine
+from glm53srv.model.published_files import published_model
+from glm53srv.offload.cost import CostOverrides
+
+PROFILED_STEPS = 8
+SPLITS = ("parts", "whole")
+NUMBERS = ("landing", "offers", "threads")
+COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One --vary. numbers: landing, offers, threads; costs: by their names in CostOverrides. split: parts or
+    whole, None for the options'."""
+
+    name: str
+    numbers: dict[str, int]
+    costs: dict[str, float]
+    isa: Isa | None
+    streams: tuple[int, ...] | None
+    split: str | None
+
+
+def parse_variant(text: str) -> Variant:
+    """Read 'name: key=value, ...'. Raises BadInput."""
+    name, _, rest = text.partition(":")
+    numbers: dict[str, int] = {}
+    costs: dict[str, float] = {}
+    isa, streams, split = None, None, None
+    for pair in filter(None, (part.strip() for part in rest.split(","))):
+        key, _, value = pair.partition("=")
+        try:
+            if key in NUMBERS:
+                numbers[key] = int(value)
+            elif key in COSTS:
+                costs[COSTS[key]] = float(value)
+            elif key == "isa":
+                isa = Isa[value]
+            elif key == "split":
+                split = SPLITS[SPLITS.index(value)]
+            elif key == "streams":
+                streams = tuple(int(width) for width in value.split("+"))
+            else:
+                raise BadInput(f"--vary {text!r}: no setting {key!r}")
+        except (ValueError, KeyError) as error:
+            raise BadInput(f"--vary {text!r}: {pair!r} cannot be read") from error
+    if not name.strip():
+        raise BadInput(f"--vary {text!r}: a variant needs a name, as in 'base:'")
+    return Variant(name.strip(), numbers, costs, isa, streams, split)
+
+
+class Bench:
+    """A running engine whose settings change."""
+
+    def __init__(self, options: BenchOptions, engine: CudaEngine, model: Any, routes: Any) -> None:
+        self.options, self.engine, self.model = options, engine, model
+        self.driver = Driver(engine, routes=routes)
+        self._landing = engine.offload.landing
+
+    def apply(self, variant: Variant) -> None:
+        """Set everything as the variant says, what it does not name as at the start."""
+        engine, numbers = self.engine, variant.numbers
+        offload = engine.offload
+        landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
+        offload.landing = replace(self._landing, num_experts=landing)
+        offers = numbers.get("offers", self.options.offers) if landing else 0
+        offload.policy.params = replace(offload.policy.params, num_offers=offers)
+        isa = (variant.isa or Isa.AUTO).name
+        engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
+        offload.share_experts((variant.split or self.options.ct_split) == "parts")
+        engine.capture()
+
+    def measure(self, variant: Variant, trace: Path) -> dict[str, Any]:
+        """Time steps of each width, profile those of the first one into trace."""
+        found: dict[str, Any] = {}
+        widths = variant.streams or self.options.streams
+        for width in widths:
+            before = self.engine.offload.counts.frozen()
+            enqueue_s = self.model.enqueue_s
+            warm, steps = self.options.warm_steps, self.options.steps
+            figures = measure_decode(self.driver, self.engine, width, warm, steps, enqueue_s)
+            after = self.engine.offload.counts.frozen()
+            done = max(1, after.num_steps - before.num_steps)
+            for name in ("gpu_lane_ms", "cpu_wait_ms", "num_cpu_last"):
+                figures[name] = (getattr(after, name) - getattr(before, name)) / done
+            found[f"decode_{width}"] = figures
+            say(f"{variant.name} x{width}: " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()))
+        report = self.engine.offload.report
+        if report is not None:
+            found["costs"] = {name: getattr(report.costs.now, name) for name in report.costs.now.__slots__}
+            say(f"    costs {found['costs']}")
+        if widths[0] in self.engine.captured_widths:
+            found["parts"] = self._profile(widths[0], trace)
+        return found
+
+    def _profile(self, width: int, trace: Path) -> dict[str, float]:
+        slots = list(range(width))
+        for slot in slots:
+            self.driver.prefill_s(slot, 96)
+        step = functools.partial(self.driver.step, decode=slots)
+        for _ in range(10):
+            step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED_STEPS):
+                step()
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(trace))
+        self.driver.step(release=slots)
+        span, rows = summarize(cut_steps(read_events(trace)))
+        say(f"    traced step {span:.2f} ms: " + ", ".join(f"{row.part} {row.ms:.2f}" for row in rows))
+        return {"step": span} | {row.part: row.ms for row in rows}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; gives the exit code."""
+    try:
+        own = list(itertools.takewhile(lambda word: word != "--vary", argv))
+        variants = [parse_variant(text) for text in argv[len(own) + 1 :]]
+        if not variants:
+            raise BadInput("name variants behind --vary, the last option")
+        options, machine = parse_options(own), read_machine()
+        require_host_memory(published_model(options.layers), machine)
+    except (BadInput, Glm53Error) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    results: dict[str, Any] = {"command": list(argv)}
+    with tempfile.TemporaryDirectory() as directory:
+        engine, model, results["load"], routes = build_engine(options, machine, Path(directory), say)
+        bench = Bench(options, engine, model, routes)
+        try:
+            for number, variant in enumerate(variants):
+                label = f"{number}.{variant.name}"
+                name = f"{label}.json.gz"
+                where = Path(directory) / name if options.out is None else Path(f"{options.out}.{name}")
+                bench.apply(variant)
+                results[label] = bench.measure(variant, where)
+                if options.out is not None:
+                    Path(f"{options.out}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+        finally:
+            engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

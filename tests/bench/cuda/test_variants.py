@@ -1,0 +1,40 @@
+"""Settings of bench.cuda.variants are read whole, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="bench.cuda.variants needs torch")
+
+from bench.cuda.variants import main, parse_variant
+from bench.errors import BadInput
+from glm53srv.kernels import Isa
+
+
+def test_a_name_alone_is_the_usual_setting() -> None:
+    found = parse_variant("base:")
+    assert (found.name, found.numbers, found.costs, found.isa, found.streams) == ("base", {}, {}, None, None)
+    assert found.split is None
+
+
+def test_settings_are_read() -> None:
+    found = parse_variant("slow: isa=AVX2, threads=4,landing=0, b=0.5,tzc=0.25,streams=1+4, split=whole")
+    assert found.isa is Isa.AVX2
+    assert found.numbers == {"threads": 4, "landing": 0}
+    assert found.costs == {"cpu_expert_ms": 0.5, "zero_copy_ms": 0.25}
+    assert found.streams == (1, 4)
+    assert found.split == "whole"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x: isa=MMX", "x: threads=many", "x: tint=red", ": threads=2", "x: streams=1,2", "x: split=half"],
+)
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="--vary"):
+        parse_variant(text)
+
+
+def test_a_command_without_variants_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--mode", "fast"]) == 2
+    assert "--vary" in capsys.readouterr().err
