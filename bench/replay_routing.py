@@ -25,7 +25,7 @@ from bench.reference_policy import InStepClock
 from bench.synth_routes import load_routes, pick_counts
 from glm53srv.bench_model.routes import Routes, generate, route_model
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
-from glm53srv.offload.cost import ZERO_COPY_MS, CostModel, CostOverrides, Mode, cpu_count_table
+from glm53srv.offload.cost import ZERO_COPY_MS, CostModel, CostOverrides, Mode, Parts, cpu_count_table
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_params import ResidencyParams
@@ -53,6 +53,7 @@ OUR_KERNEL = (
     "derived: fast16 on the native layout, 2.61 ms per expert and thread (3.6 GB/s; EPYC family 25 model 17, "
     "shared, `python -m bench.kernels`, Nov 2026), over 22 threads as if they scaled"
 )
+NUM_PARTS, NUM_LANDING = 16, 16  # of an expert of the published model; what GLM53_EC_LANDING is by default
 LIVE_HITS_SLOTS = 720  # so few slots that the published rule hits .36 at one stream, as its live counters say
 
 
@@ -62,6 +63,7 @@ class Case:
 
     split_counts_vram: the split rule knows that hits take time on the GPU lane. believed_zero_copy_ms: what
     the split rule takes a read in place to cost, None for the truth. mode: of the split under "ours".
+    num_parts: by which lanes share an expert under "ours", 1 for whole ones.
     """
 
     label: str
@@ -72,6 +74,7 @@ class Case:
     split_counts_vram: bool = True
     believed_zero_copy_ms: float | None = None
     mode: Mode = "fast"
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,25 +168,26 @@ def _split_costs(case: Case, geometry: ExpertGeometry) -> CostModel:
 
 def _replay_ours(
     case: Case, traces: Traces, picks: NDArray[np.int32], timer: StepTimer, geometry: ExpertGeometry
-) -> tuple[NDArray[np.int64], list[StepTime], list[int]]:
+) -> tuple[NDArray[np.float64], list[StepTime], list[int]]:
     profile = case.profile
     policy = ResidencyPolicy(geometry, profile.num_slots, case.residency)
     policy.warm_start(np.minimum(traces.popularity, 1.0).astype(np.float32))
     device = SimulatedDevice(geometry, profile.num_slots, timer)
     copy_ms = geometry.expert_bytes / (profile.copy_gb_s * 1e6)
     budget = CopyBudget(CopyBudgetParams(link_share=case.link_share, copy_ms=copy_ms))
-    table = cpu_count_table(_split_costs(case, geometry), picks.shape[2], case.mode)
-    loop = OffloadReplay(policy, device, budget, table)
+    parts = Parts(case.num_parts, NUM_LANDING)
+    table = cpu_count_table(_split_costs(case, geometry), picks.shape[2], case.mode, parts)
+    loop = OffloadReplay(policy, device, budget, table, case.num_parts)
     loop.fill()
     done = [loop.step(row, picks.shape[2] // geometry.top_k) for row in picks]
-    counts = [[s.split.num_hits.sum(), s.split.num_link.sum(), s.split.num_cpu.sum()] for s in done]
+    counts = [[s.split.num_hits.sum(), s.split.link_load.sum(), s.split.cpu_load.sum()] for s in done]
     admitted = [s.num_copies + s.num_kept for s in done]
-    return np.array(counts, np.int64), [s.time for s in done], admitted
+    return np.array(counts, np.float64), [s.time for s in done], admitted
 
 
 def _replay_reference(
     case: Case, traces: Traces, picks: NDArray[np.int32], timer: StepTimer, geometry: ExpertGeometry
-) -> tuple[NDArray[np.int64], list[StepTime], list[int]]:
+) -> tuple[NDArray[np.float64], list[StepTime], list[int]]:
     mode: Literal["fast", "exact"] = "exact" if case.policy == "exact" else "fast"
     table = cpu_count_table(_split_costs(case, geometry), picks.shape[2], mode)
     guard = case.residency if case.policy == "in-step" else None
@@ -196,7 +200,7 @@ def _replay_reference(
         times.append(timer.step(in_vram, layers.num_link, layers.num_cpu, streams, 0.0))
         counts.append([layers.num_hits.sum(), layers.num_link.sum(), layers.num_cpu.sum()])
         copies.append(int(layers.num_admitted.sum()))
-    return np.array(counts, np.int64), times, copies
+    return np.array(counts, np.float64), times, copies
 
 
 def published_cases() -> list[tuple[Case, dict[int, float]]]:
@@ -255,6 +259,7 @@ def what_ifs() -> list[Case]:
         changed("fixed part 9 / 10.5 / 15 ms", {"fixed_ms": {1: 9.0, 2: 10.5, 4: 15.0}}),
         replace(slow, label="gather 14.5 GB/s"),
         changed("gather 14.5, CPU .104", {"zero_copy_gb_s": 14.5, "cpu_expert_ms": 0.104}),
+        replace(best, label="one expert shared by the lanes", num_parts=NUM_PARTS),
         changed("admissions free of charge", {"copy_gb_s": 1e6, "link_gb_s": 1e6}),
         replace(changed("copies do not yield, no overlap", apart), split_counts_vram=True),
         replace(changed("same, decided inside the step", apart), split_counts_vram=True, policy="in-step"),
@@ -264,6 +269,7 @@ def what_ifs() -> list[Case]:
         changed("hits as live, CPU .104 + .03", {**live, "cpu_expert_ms": 0.104, "cpu_fixed_ms": 0.03}),
         Case("H200 as 24 GB, published rule", "reference", H200_AS_24GB, split_counts_vram=False),
         Case("H200 as 24 GB, ours", "ours", H200_AS_24GB),
+        Case("H200 as 24 GB, one shared", "ours", H200_AS_24GB, num_parts=NUM_PARTS),
     ]
 
 
@@ -321,6 +327,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--routes", type=Path, nargs="+", help="recorded traces (tokens, layers, top_k), .npy"
     )
     parser.add_argument("--mode", choices=("fast", "exact"), default="fast", help="of our policy's split")
+    parser.add_argument(
+        "--parts", type=int, default=1, help="equal parts by which link and CPU share an expert; 1: none"
+    )
     parser.add_argument("--slots", type=int, help="experts in VRAM instead of the profile's number")
     parser.add_argument("--link-share", type=float, default=0.25, help="part of the link for admissions")
     parser.add_argument("--touch-window", type=int, default=SHIPPED.touch_window_steps, help="steps")
@@ -349,7 +358,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         offer_heat_gain=args.offer_heat_gain,
     )
     case = Case(
-        f"{args.policy}, {profile.name}", args.policy, profile, params, args.link_share, mode=args.mode
+        f"{args.policy}, {profile.name}",
+        args.policy,
+        profile,
+        params,
+        args.link_share,
+        mode=args.mode,
+        num_parts=args.parts,
     )
     print_head()
     for count in args.streams:

@@ -42,6 +42,7 @@ class OffloadConfig:
     ct_b_ms: float | None = None
     ct_tzc_ms: float | None = None
     ct_swz: str | None = None
+    ct_split: str = "parts"
     max_slots: int | None = None
     landing: int = 16
     ahead: int = 1
@@ -228,6 +229,7 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
         ct_b_ms=values["ct_b"],
         ct_tzc_ms=values["ct_tzc"],
         ct_swz=values["ct_swz"],
+        ct_split=values["ct_split"],
         max_slots=values["ec_max_slots"],
         landing=values["ec_landing"],
         ahead=values["ec_ahead"],

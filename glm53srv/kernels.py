@@ -25,6 +25,7 @@ __all__ = [
     "Codebook",
     "CpuFeatures",
     "Exl3Matrix",
+    "ExpertPart",
     "ExpertTable",
     "HyperConnection",
     "Isa",
@@ -65,6 +66,15 @@ class HyperConnection:
     sinkhorn_iters: int
     norm_eps: float
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """An expert that is computed in part: the 128-blocks [begin, end) of its intermediate."""
+
+    expert: int
+    begin: int
+    end: int
 
 
 class KernelPool:
@@ -178,13 +188,14 @@ class KernelPool:
         limit: float,
         clamp: Clamp = Clamp.GATE,
         precision: Precision = Precision.EXACT32,
+        part: ExpertPart | None = None,
     ) -> Float32:
         """Sum the picked experts of each row: y[r] = sum_i weights[r, i] * expert[picks[r, i]](x[r]), i
         ascending.
 
         x: float32 (rows, hidden). picks: int32 (rows, k), -1 skips. weights: float32 (rows, k). limit:
-        swiglu_limit, 0 for none. Gives float32 (rows, hidden). Raises ValueError for shapes, or picks outside
-        the table.
+        swiglu_limit, 0 for none. part: of one expert some blocks only, for up to 8 rows. Gives float32 (rows,
+        hidden). Raises ValueError for shapes, picks outside the table, or a part that there is not.
         """
         x = as_rows(x, table.hidden)
         picks = np.ascontiguousarray(picks, np.int32)
@@ -201,6 +212,10 @@ class KernelPool:
         job.x, job.weights, job.y = self._floats(x), self._floats(weights), self._floats(y)
         job.num_experts, job.rows, job.num_picks = len(table), len(x), picks.shape[1]
         job.clamp, job.precision, job.limit = int(clamp), int(precision), limit
+        if part is not None:
+            if not 0 <= part.begin < part.end:
+                raise ValueError(f"no part of an expert: {part}")
+            job.part_expert, job.part_begin, job.part_end = part.expert, part.begin, part.end
         self._check(self._library.lib.glm53_experts(self._handle(), job))
         return y
 

@@ -69,6 +69,17 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         minimum=0.0001,
     ),
     Option(
+        "ct_split",
+        ("--ct-split",),
+        "GLM53_CT_SPLIT",
+        "choice",
+        "parts",
+        "how link and CPU workers divide a decode layer's missing experts in fast mode: whole ones only, or "
+        "one of them in parts, so that both end together",
+        "offload",
+        choices=("parts", "whole"),
+    ),
+    Option(
         "ct_swz",
         ("--ct-swz",),
         "GLM53_CT_SWZ",

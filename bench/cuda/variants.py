@@ -8,6 +8,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     landing=N offers=N     as of bench-model; landing at most what the start had
     ahead=N                likewise: experts fetched ahead of their layer
     isa=NAME threads=N     of the CPU workers, which are started anew
+    split=NAME             parts or whole, as --ct-split of bench-model
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
 
@@ -46,19 +47,22 @@ from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
 
 PROFILED_STEPS = 8
+SPLITS = ("parts", "whole")
 NUMBERS = ("landing", "offers", "ahead", "threads")
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One --vary. numbers: landing, offers, ahead, threads; costs: by their names in CostOverrides."""
+    """One --vary. numbers: landing, offers, ahead, threads; costs: by their names in CostOverrides. split:
+    parts or whole, None for the options'."""
 
     name: str
     numbers: dict[str, int]
     costs: dict[str, float]
     isa: Isa | None
     streams: tuple[int, ...] | None
+    split: str | None
 
 
 def parse_variant(text: str) -> Variant:
@@ -66,7 +70,7 @@ def parse_variant(text: str) -> Variant:
     name, _, rest = text.partition(":")
     numbers: dict[str, int] = {}
     costs: dict[str, float] = {}
-    isa, streams = None, None
+    isa, streams, split = None, None, None
     for pair in filter(None, (part.strip() for part in rest.split(","))):
         key, _, value = pair.partition("=")
         try:
@@ -76,6 +80,8 @@ def parse_variant(text: str) -> Variant:
                 costs[COSTS[key]] = float(value)
             elif key == "isa":
                 isa = Isa[value]
+            elif key == "split":
+                split = SPLITS[SPLITS.index(value)]
             elif key == "streams":
                 streams = tuple(int(width) for width in value.split("+"))
             else:
@@ -84,7 +90,7 @@ def parse_variant(text: str) -> Variant:
             raise BadInput(f"--vary {text!r}: {pair!r} cannot be read") from error
     if not name.strip():
         raise BadInput(f"--vary {text!r}: a variant needs a name, as in 'base:'")
-    return Variant(name.strip(), numbers, costs, isa, streams)
+    return Variant(name.strip(), numbers, costs, isa, streams, split)
 
 
 class Bench:
@@ -106,6 +112,7 @@ class Bench:
         offload.look_ahead.limit(numbers.get("ahead", self.options.ahead))
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
+        offload.share_experts((variant.split or self.options.ct_split) == "parts")
         engine.capture()
 
     def measure(self, variant: Variant, trace: Path) -> dict[str, Any]:

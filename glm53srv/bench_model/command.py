@@ -208,6 +208,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         crew_threads=threads,
         crew_cpus=cpus,
         cpu_prefill_tokens=options.ct_prefill,
+        splits_experts=options.ct_split == "parts",
     )
     return CudaOptions(
         offload,

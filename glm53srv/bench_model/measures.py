@@ -53,6 +53,7 @@ def measure_decode(
         "vram_experts": spent["num_vram"] / steps,
         "link_experts": spent["num_link"] / steps,
         "cpu_experts": spent["num_cpu"] / steps,
+        "split_experts": spent["num_split"] / steps,
         "copies": spent["num_copies"] / steps,
         "kept": spent["num_kept"] / steps,
         "guessed": spent["num_guessed"] / steps,

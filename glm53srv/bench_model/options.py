@@ -52,6 +52,7 @@ class BenchOptions:
     graphs: bool
     ct_prefill: int
     routes: str
+    ct_split: str
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,6 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ct-prefill", type=count, default=0, help="as that of serve: the CPU helps chunks of so many tokens"
     )
+    parser.add_argument("--ct-split", choices=("parts", "whole"), default="parts", help="as that of serve")
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     parser.add_argument("--out", type=Path, help="file for all numbers as JSON")
     return parser
@@ -149,6 +151,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         graphs=not given.no_graphs,
         ct_prefill=given.ct_prefill,
         routes=given.routes,
+        ct_split=given.ct_split,
     )
 
 

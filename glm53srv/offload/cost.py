@@ -7,6 +7,10 @@ over the link, the CPU computes the other misses.
     gpu_ms(h, m)    = gpu_fixed_ms + h * vram_expert_ms + m * zero_copy_ms
     layer           = max(cpu_ms(n), gpu_ms(h, misses - n))
 
+Whole experts seldom divide evenly, so one of them may be shared: then n has a fraction. The link carries the
+rest of that expert only, but the GPU computes it whole, with zeros for the CPU's neurons; so the CPU's part
+counts among the hits, too.
+
 Costs change slowly and by measurement; the decision is needed in every layer of every step, on the device.
 So the host solves the small problem for every (hits, misses) and hands over an integer table: the kernel
 needs no floating point, and equals the pure rule bit for bit whatever the costs are.
@@ -15,6 +19,7 @@ needs no floating point, and equals the pure rule bit for bit whatever the costs
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +41,32 @@ VRAM_EXPERT_MS = 0.034
 """One expert computed from VRAM on an RTX 3090 (same source: 4.2 ms per token at 36 % hits)."""
 
 
+MIN_PART = 1 / 8
+"""Least part of an expert on either lane when they share it. The fixed work of sharing is not in the model:
+masked scales, the input's transform for the CPU. An eighth is 0.024 ms of a link with 0.19 ms an expert."""
+MIN_GAIN_MS = 0.005
+"""What sharing must gain over whole experts: less is beneath what costs are known to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How experts may be shared. num_parts: equal parts of an expert, 1 for whole experts only.
+
+    num_landing: experts of a layer that can be copied over the link; what is read in place cannot be shared.
+    """
+
+    num_parts: int = 1
+    num_landing: int = 0
+
+    def allows(self, share: int, num_link: int) -> bool:
+        """Tell whether the CPU may have `share` parts of one of num_link experts of the link."""
+        least = math.ceil(MIN_PART * self.num_parts)
+        return share == 0 or (least <= share <= self.num_parts - least and num_link <= self.num_landing)
+
+
+WHOLE = Parts()
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Milliseconds of one layer's routed experts; see the head of the file."""
@@ -53,17 +84,17 @@ class CostModel:
         if not all(np.isfinite(value) and value >= 0 for value in values) or min(values[3:]) <= 0:
             raise ValueError(f"costs must be positive milliseconds: {self}")
 
-    def cpu_ms(self, num_experts: int) -> float:
-        """Time of a CPU job over num_experts experts."""
+    def cpu_ms(self, num_experts: float) -> float:
+        """Time of a CPU job over num_experts experts; a fraction is a part of one."""
         return self.cpu_fixed_ms + num_experts * self.cpu_expert_ms if num_experts else 0.0
 
-    def gpu_ms(self, num_hits: int, num_link: int) -> float:
+    def gpu_ms(self, num_hits: float, num_link: float) -> float:
         """Time of the GPU lane: its launches, experts in VRAM, experts over the link."""
         return self.gpu_fixed_ms + num_hits * self.vram_expert_ms + num_link * self.zero_copy_ms
 
-    def layer_ms(self, num_hits: int, num_link: int, num_cpu: int) -> float:
-        """Time of a layer's routed experts: the slower lane."""
-        return max(self.cpu_ms(num_cpu), self.gpu_ms(num_hits, num_link))
+    def layer_ms(self, num_hits: int, num_link: float, num_cpu: float) -> float:
+        """Time of a layer's routed experts: the slower lane. num_cpu % 1: the CPU's part of a shared one."""
+        return max(self.cpu_ms(num_cpu), self.gpu_ms(num_hits + num_cpu % 1, num_link))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +143,34 @@ def fit_lane_cost(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, statistics.median(ms - size * slope for size, ms in samples)), slope
 
 
-def cpu_count_table(costs: CostModel, max_picks: int, mode: Mode) -> NDArray[np.int32]:
-    """Return how many misses go to the CPU: int32 (max_picks + 1, max_picks + 1), indexed [hits, misses].
+def cpu_count_table(costs: CostModel, max_picks: int, mode: Mode, parts: Parts = WHOLE) -> NDArray[np.int32]:
+    """Return how many parts of misses go to the CPU: int32 (max_picks + 1, max_picks + 1), by [hits, misses].
 
     Each entry minimises CostModel.layer_ms; of equal ones the smallest count wins, since a pick computed by
-    the GPU is exact. `exact` sends none. Entries with hits + misses > max_picks cannot occur and are 0.
+    the GPU is exact. An expert is shared where Parts.allows it and whole ones take MIN_GAIN_MS longer.
+    `exact` sends none. Entries with hits + misses > max_picks cannot occur and are 0.
     """
     table = np.zeros((max_picks + 1, max_picks + 1), np.int32)
     if mode == "exact":
         return table
-    count = np.arange(max_picks + 1)
-    cpu_ms = np.array([costs.cpu_ms(n) for n in range(max_picks + 1)])
+    size = parts.num_parts
     for misses in range(1, max_picks + 1):
-        hits = np.arange(max_picks + 1 - misses)[:, None]
-        link_ms = (misses - count[None, : misses + 1]) * costs.zero_copy_ms
-        gpu_ms = costs.gpu_fixed_ms + hits * costs.vram_expert_ms + link_ms
-        layer_ms = np.maximum(gpu_ms, cpu_ms[None, : misses + 1])
-        table[: max_picks + 1 - misses, misses] = layer_ms.argmin(axis=1)
+        counts = np.array(
+            [n for n in range(misses * size + 1) if parts.allows(n % size, misses - n // size)], np.int32
+        )
+        layer_ms = _layer_ms(costs, np.arange(max_picks + 1 - misses)[:, None], misses, counts / size)
+        whole_ms = np.where(counts % size, np.inf, layer_ms)
+        pays = layer_ms.min(axis=1) < whole_ms.min(axis=1) - MIN_GAIN_MS
+        best = np.where(pays, layer_ms.argmin(axis=1), whole_ms.argmin(axis=1))
+        table[: max_picks + 1 - misses, misses] = counts[best]
     return table
+
+
+def _layer_ms(
+    costs: CostModel, hits: NDArray[np.int_], misses: int, on_cpu: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Give CostModel.layer_ms for hits (n, 1) and each number of experts on the CPU (m,): (n, m)."""
+    gpu_ms = costs.gpu_fixed_ms + (hits + on_cpu % 1) * costs.vram_expert_ms
+    gpu_ms = gpu_ms + (misses - on_cpu) * costs.zero_copy_ms
+    cpu_ms = np.where(on_cpu, costs.cpu_fixed_ms + on_cpu * costs.cpu_expert_ms, 0.0)
+    return np.asarray(np.maximum(gpu_ms, cpu_ms))

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.calibrate import Calibration, gb_per_s
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
-from glm53srv.offload.cost import CostModel, CostOverrides, Mode, cpu_count_table
+from glm53srv.offload.cost import WHOLE, CostModel, CostOverrides, Mode, Parts, cpu_count_table
 from glm53srv.offload.cost_tracker import CostTracker
 from glm53srv.offload.report import CostReport
 
 REFRESH_STEPS = 64
-"""Decode steps between two looks at the costs: some seconds. A table takes about 1 ms of host time."""
+"""Decode steps between two looks at the costs: some seconds. A table takes some ms of host time."""
 MIN_DRIFT = 0.05
-"""Change of a cost that is worth a new table: its entries are whole experts, of which there are few."""
+"""Change of a cost that is worth a new table: its entries are whole experts, or eighths at the finest."""
 
 
 class CostLedger:
@@ -26,17 +26,23 @@ class CostLedger:
     """
 
     def __init__(
-        self, calibration: Calibration, overrides: CostOverrides, max_picks: int, mode: Mode
+        self,
+        calibration: Calibration,
+        overrides: CostOverrides,
+        max_picks: int,
+        mode: Mode,
+        parts: Parts = WHOLE,
     ) -> None:
         self.calibration = calibration
         self._tracker = CostTracker(calibration.costs, overrides)
         self._max_picks = max_picks
         self._mode: Mode = mode
+        self._parts = parts
         self._tabled = self._tracker.costs
         self._num_steps = 0
         self._cpu_jobs: list[tuple[float, float]] = []  # of the step that runs: experts, ms
         self._gpu_layers: list[tuple[float, float, float]] = []  # hits, experts over the link, ms
-        self.table: NDArray[np.int32] = cpu_count_table(self._tabled, max_picks, mode)
+        self.table: NDArray[np.int32] = cpu_count_table(self._tabled, max_picks, mode, parts)
         self.num_tables = 1
         default = CopyBudgetParams()
         self._budget = CopyBudget(CopyBudgetParams(copy_ms=calibration.copy_ms or default.copy_ms))
@@ -68,9 +74,12 @@ class CostLedger:
         self._cpu_jobs, self._gpu_layers = [], []
         self._num_steps += 1
         if self._num_steps % REFRESH_STEPS == 0 and self._has_drifted():
-            self._tabled = self.costs
-            self.table = cpu_count_table(self._tabled, self._max_picks, self._mode)
-            self.num_tables += 1
+            self._renew()
+
+    def share(self, parts: Parts) -> None:
+        """Make a table that shares experts otherwise."""
+        self._parts = parts
+        self._renew()
 
     def grant(self, step_ms: float) -> int:
         """Give the admissions that the time of a step pays for; see copy_budget.py."""
@@ -96,6 +105,11 @@ class CostLedger:
             num_tables=self.num_tables,
             notes=found.notes,
         )
+
+    def _renew(self) -> None:
+        self._tabled = self.costs
+        self.table = cpu_count_table(self._tabled, self._max_picks, self._mode, self._parts)
+        self.num_tables += 1
 
     def _has_drifted(self) -> bool:
         now, then = self.costs, self._tabled

@@ -12,6 +12,7 @@ from glm53srv.offload.cost import CostModel
 class OffloadCounts:
     """What happened since the start. Distinct experts per layer and lane; copies in experts.
 
+    num_split: of those of the link, experts that the CPU computed a part of.
     num_copies: admissions by the copy engine; num_kept: those of experts that took an offer. num_picks,
     num_hit_picks: all picks of decode steps, and those that a slot served. num_guessed: experts that were
     fetched ahead of their layer; num_guessed_right: those of them that it picked, also in num_link.
@@ -35,6 +36,7 @@ class OffloadCounts:
     gpu_lane_ms: float = 0.0
     cpu_wait_ms: float = 0.0
     num_cpu_last: int = 0
+    num_split: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,12 @@ For one layer with P = rows * top_k picks (row-major, -1 where there is no pick)
     1. first[i] = the smallest j with picks[j] == picks[i]. Pick i stands for its expert if first[i] == i.
     2. A standing pick is a hit if slots[picks[i]] >= 0, else a miss. H and M count them, but a miss that was
        fetched ahead (look_ahead.py) counts in H and is no miss in what follows: its lane is LINK.
-    3. num_cpu = cpu_count[H, M].
+    3. An expert has num_parts equal parts of its neurons; num_cpu = cpu_count[H, M] // num_parts whole ones
+       and share = cpu_count[H, M] % num_parts parts of one more are the CPU's.
     4. rank[i] of a standing miss = the number of standing misses j with (heat[j], expert[j]) < (heat[i],
        expert[i]), compared in that order: coldest first, the lower expert first among equals.
-    5. A hit's lane is VRAM; a miss's lane is CPU if rank < num_cpu, else LINK.
+    5. A hit's lane is VRAM; a miss's lane is CPU if rank < num_cpu; SPLIT if rank == num_cpu and share > 0:
+       the CPU computes its first share parts, the GPU the rest; else LINK.
     6. Every pick takes the lane of first[i]; an absent pick has lane NONE and first[i] == i.
 
 All arithmetic is on integers. The order of picks and rows has no influence but on `first`.
@@ -33,14 +35,16 @@ class Lane(enum.IntEnum):
     VRAM = 1  # from its slot
     LINK = 2  # by the GPU, read from the home copy over the link
     CPU = 3  # by the CPU, from the home copy
+    SPLIT = 4  # by both: the CPU its first parts, the GPU the rest over the link
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """The lanes of a step. lanes: int8 (layers, P). first: int32 (layers, P), see the head of the file.
 
-    num_hits, num_link, num_cpu: int32 (layers,), distinct experts per lane. is_ahead: bool (layers, P),
-    standing picks that were fetched ahead.
+    num_hits, num_link, num_cpu: int32 (layers,), distinct experts per lane; one that is shared is among those
+    of the link. is_ahead: bool (layers, P), standing picks that were fetched ahead. share: int32 (layers,),
+    parts of the shared one that the CPU computes, of num_parts; 0 where none is.
     """
 
     lanes: NDArray[np.int8]
@@ -49,6 +53,18 @@ class Split:
     num_link: NDArray[np.int32]
     num_cpu: NDArray[np.int32]
     is_ahead: NDArray[np.bool_]
+    share: NDArray[np.int32]
+    num_parts: int
+
+    @property
+    def link_load(self) -> NDArray[np.float64]:
+        """Experts that the link carries, the shared one by its rest: (layers,)."""
+        return np.asarray(self.num_link - self.share / self.num_parts, np.float64)
+
+    @property
+    def cpu_load(self) -> NDArray[np.float64]:
+        """Experts that the CPU computes, the shared one by its part: (layers,)."""
+        return np.asarray(self.num_cpu + self.share / self.num_parts, np.float64)
 
     @property
     def standing(self) -> NDArray[np.bool_]:
@@ -61,14 +77,15 @@ def split_picks(
     slots: NDArray[np.int32],
     heat: NDArray[np.int32],
     cpu_count: NDArray[np.int32],
+    num_parts: int = 1,
     fetched: NDArray[np.int32] | None = None,
 ) -> Split:
     """Apply the rule to several layers at once.
 
     picks: integer (layers, P), -1 for none. slots: int32 (layers, experts), -1 if not in VRAM. heat: int32
-    (layers, experts). cpu_count: int32 (P + 1, P + 1) or larger, see cost.cpu_count_table. fetched: int32
-    (layers, any number), experts that were fetched ahead, -1 for none. Raises IndexError for an expert that
-    does not exist.
+    (layers, experts). cpu_count: int32 (P + 1, P + 1) or larger, in parts, see cost.cpu_count_table. fetched:
+    int32 (layers, any number), experts that were fetched ahead, -1 for none. Raises IndexError for an expert
+    that does not exist.
     """
     num_layers, width = picks.shape
     expert = picks.astype(np.int32)
@@ -87,14 +104,16 @@ def split_picks(
     num_hits = is_hit.sum(axis=1, dtype=np.int32)
     num_ahead = is_ahead.sum(axis=1, dtype=np.int32)
     num_misses = is_miss.sum(axis=1, dtype=np.int32)
-    num_cpu = cpu_count[num_hits + num_ahead, num_misses]
+    num_cpu, share = np.divmod(cpu_count[num_hits + num_ahead, num_misses], np.int32(num_parts))
     # One sortable number per pick: heat above, expert below. int64, since heat takes up to 31 bits.
     order = (heat[layer, looked_up].astype(np.int64) << 20) | looked_up
     colder = is_miss[:, None, :] & (order[:, None, :] < order[:, :, None])
     rank = colder.sum(axis=2, dtype=np.int32)
     lane = np.where(is_hit, np.int8(Lane.VRAM), np.int8(Lane.NONE))
     lane = np.where(is_miss, np.where(rank < num_cpu[:, None], np.int8(Lane.CPU), np.int8(Lane.LINK)), lane)
+    is_split = is_miss & (rank == num_cpu[:, None]) & (share > 0)[:, None]
+    lane = np.where(is_split, np.int8(Lane.SPLIT), lane)
     lane = np.where(is_ahead, np.int8(Lane.LINK), lane)
     lanes = np.where(present, np.take_along_axis(lane, first, axis=1), np.int8(Lane.NONE)).astype(np.int8)
     num_link = num_misses - num_cpu + num_ahead
-    return Split(lanes, first, num_hits, num_link, num_cpu.astype(np.int32), is_ahead)
+    return Split(lanes, first, num_hits, num_link, num_cpu, is_ahead, share, num_parts)

@@ -112,7 +112,12 @@ typedef struct {
 
 /* y[r] = sum over i < num_picks, in that order, of weights[r, i] * expert picks[r, i] (x[r]).
  * A pick of -1 is skipped; a row without picks gives zeros. An expert that is picked by several rows is
- * decoded once per call (once per wave of rows, should a call need more than 256 MiB of scratch). */
+ * decoded once per call (once per wave of rows, should a call need more than 256 MiB of scratch).
+ *
+ * One expert may be computed in part: with part_end > 0, of expert part_expert only the neurons of the
+ * intermediate's 128-blocks [part_begin, part_end), for up to 8 rows; the bias of down counts with block 0.
+ * The results of parts that make up all blocks add up to the whole expert's, but for rounding; one part of
+ * all blocks gives its very bits. */
 typedef struct {
     const glm53_expert *table; /* (num_experts), all of one shape */
     const float *x;            /* (rows, hidden) */
@@ -124,7 +129,8 @@ typedef struct {
     int32_t num_picks;
     int32_t clamp;
     int32_t precision;
-    float limit; /* swiglu_limit; 0 switches the clamps off */
+    float limit;                               /* swiglu_limit; 0 switches the clamps off */
+    int32_t part_expert, part_begin, part_end; /* part_end = 0: every expert is whole */
 } glm53_expert_job;
 
 /* One line of English for a status; never NULL. */
@@ -314,7 +320,7 @@ void glm53_region_unmap(glm53_region *region);
  *
  *   producer                                       crew
  *   wait until done == seq - num_cells             wait until posted == seq
- *   write job, picks, weights, x                   read them, write y, status, num_experts, elapsed_ns
+ *   write job, picks, weights, x                   read them, write y and the answer's other words
  *   posted = seq                                   done = seq
  *   wait until done == seq, read y
  *
@@ -324,7 +330,7 @@ void glm53_region_unmap(glm53_region *region);
  * Bytes, little-endian. The header:
  *
  *     0  u32 magic 0x4d333547 ("G53M")     16  u32 max_picks, per row
- *     4  u32 version, 1                    20  u32 hidden
+ *     4  u32 version, 2                    20  u32 hidden
  *     8  u32 num_cells                     24  u32 first_seq
  *    12  u32 max_rows                      28  u32 cell_bytes         32 .. 255 zero
  *
@@ -335,10 +341,13 @@ void glm53_region_unmap(glm53_region *region);
  *    68  i32 status                        crew: GLM53_OK or what was wrong with the job
  *    72  i32 num_experts                   crew: distinct experts computed
  *    76  u32 elapsed_ns                    crew: time of the computation, at most 2^32 - 1
+ *    80  i32 num_blocks                    crew: 128-blocks of the intermediate computed, over all experts
  *   128  i32 layer                         producer: sparse layer, the row of the crew's table
  *   132  i32 rows                          0 .. max_rows
  *   136  i32 num_picks                     per row, 1 .. max_picks
  *   140  i32 x_kind                        0: x is float32, 1: x is f16
+ *   144  i32 part_expert                   the expert of which only the first part_blocks are computed
+ *   148  i32 part_blocks                   128-blocks of its intermediate; 0: every expert is whole
  *   256  i32 picks (rows, num_picks)       expert within the layer, or -1
  *     .  f32 weights (rows, num_picks)     at weights_offset
  *     .  x (rows, hidden)                  at x_offset; room for max_rows of float32
@@ -351,10 +360,13 @@ enum {
     GLM53_MAIL_STATUS = 68,
     GLM53_MAIL_NUM_EXPERTS = 72,
     GLM53_MAIL_ELAPSED_NS = 76,
+    GLM53_MAIL_NUM_BLOCKS = 80,
     GLM53_MAIL_LAYER = 128,
     GLM53_MAIL_ROWS = 132,
     GLM53_MAIL_NUM_PICKS = 136,
     GLM53_MAIL_X_KIND = 140,
+    GLM53_MAIL_PART_EXPERT = 144,
+    GLM53_MAIL_PART_BLOCKS = 148,
     GLM53_MAIL_PICKS = 256
 };
 
@@ -418,6 +430,7 @@ typedef struct {
     int64_t num_empty;   /* of those, jobs without a pick */
     int64_t num_picks;   /* row-expert pairs computed */
     int64_t num_experts; /* distinct experts, summed over jobs */
+    int64_t num_blocks;  /* 128-blocks of their intermediates that were computed */
     int64_t busy_ns;     /* computing */
     int64_t num_parks;
     int32_t num_pinned;
@@ -432,6 +445,7 @@ typedef struct {
     int32_t layer;
     int32_t rows;
     int32_t num_picks;
+    int32_t part_expert, part_blocks; /* as in the cell */
 } glm53_mail;
 
 int32_t glm53_crew_create(const glm53_crew_config *config, glm53_crew **crew);

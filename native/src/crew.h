@@ -36,7 +36,7 @@ struct glm53_crew {
     _Alignas(64) atomic_uint next_seq;
     _Alignas(64) atomic_uint bell;
     bed lead_bed, done_bed, watchdog_bed;
-    atomic_llong num_jobs, num_empty, num_picks, num_experts, busy_ns, num_parks;
+    atomic_llong num_jobs, num_empty, num_picks, num_experts, num_blocks, busy_ns, num_parks;
     int32_t num_pinned;
 };
 

@@ -44,6 +44,8 @@ static int32_t read_job(glm53_crew *crew, uint8_t *cell, glm53_expert_job *job) 
     memcpy(&job->rows, cell + GLM53_MAIL_ROWS, sizeof job->rows);
     memcpy(&job->num_picks, cell + GLM53_MAIL_NUM_PICKS, sizeof job->num_picks);
     memcpy(&kind, cell + GLM53_MAIL_X_KIND, sizeof kind);
+    memcpy(&job->part_expert, cell + GLM53_MAIL_PART_EXPERT, sizeof job->part_expert);
+    memcpy(&job->part_end, cell + GLM53_MAIL_PART_BLOCKS, sizeof job->part_end);
     if (job->rows == 0) return GLM53_OK;
     if (job->rows < 0 || job->rows > crew->shape.max_rows) return GLM53_BAD_ARGUMENT;
     if (job->num_picks < 1 || job->num_picks > crew->shape.max_picks) return GLM53_BAD_ARGUMENT;
@@ -67,19 +69,22 @@ static int32_t read_job(glm53_crew *crew, uint8_t *cell, glm53_expert_job *job) 
 }
 
 typedef struct {
-    int32_t picks, experts;
+    int32_t picks, experts, blocks;
 } pick_count;
 
 /* At most 8 x 64 picks, mostly 8 or fewer. */
 static pick_count count_picks(const glm53_expert_job *job) {
     pick_count count = {0};
-    int32_t num = job->rows * job->num_picks;
+    int32_t num = job->rows * job->num_picks, blocks = job->table[0].gate.out_features / GLM53_BLOCK;
     for (int32_t i = 0; i < num; i++) {
         if (job->picks[i] < 0) continue;
         int32_t j = 0;
         while (job->picks[j] != job->picks[i]) j++;
         count.picks++;
-        count.experts += j == i;
+        if (j < i) continue;
+        bool is_part = job->part_end > 0 && job->picks[i] == job->part_expert;
+        count.experts++;
+        count.blocks += is_part ? job->part_end : blocks;
     }
     return count;
 }
@@ -110,12 +115,14 @@ static bool serve(glm53_crew *crew, uint32_t seq) {
     atomic_fetch_add(&crew->num_empty, count.picks == 0);
     atomic_fetch_add(&crew->num_picks, count.picks);
     atomic_fetch_add(&crew->num_experts, count.experts);
+    atomic_fetch_add(&crew->num_blocks, count.blocks);
     if (count.picks) atomic_fetch_add(&crew->busy_ns, elapsed_ns);
     note_error(crew, status);
     uint32_t stored_ns = elapsed_ns > (int64_t)UINT32_MAX ? UINT32_MAX : (uint32_t)elapsed_ns;
     memcpy(cell + GLM53_MAIL_STATUS, &status, sizeof status);
     memcpy(cell + GLM53_MAIL_NUM_EXPERTS, &count.experts, sizeof count.experts);
     memcpy(cell + GLM53_MAIL_ELAPSED_NS, &stored_ns, sizeof stored_ns);
+    memcpy(cell + GLM53_MAIL_NUM_BLOCKS, &count.blocks, sizeof count.blocks);
     glm53_mail_store(cell, GLM53_MAIL_DONE, seq);
     /* A kernel may have put the sleeper on this very CPU, where a polling lead would keep it waiting for the
      * whole of poll_us: seen with unpinned threads on two busy cores. */

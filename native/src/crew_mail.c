@@ -21,6 +21,8 @@ int32_t glm53_crew_post(glm53_crew *crew, const glm53_mail *mail, uint32_t *seq)
     memcpy(cell + GLM53_MAIL_ROWS, &mail->rows, sizeof mail->rows);
     memcpy(cell + GLM53_MAIL_NUM_PICKS, &mail->num_picks, sizeof mail->num_picks);
     memcpy(cell + GLM53_MAIL_X_KIND, &kind, sizeof kind);
+    memcpy(cell + GLM53_MAIL_PART_EXPERT, &mail->part_expert, sizeof mail->part_expert);
+    memcpy(cell + GLM53_MAIL_PART_BLOCKS, &mail->part_blocks, sizeof mail->part_blocks);
     memcpy(cell + GLM53_MAIL_PICKS, mail->picks, picks * sizeof *mail->picks);
     memcpy(cell + crew->layout.weights_offset, mail->weights, picks * sizeof *mail->weights);
     memcpy(cell + crew->layout.x_offset, mail->x,
@@ -65,6 +67,7 @@ int32_t glm53_crew_describe(const glm53_crew *crew, glm53_crew_stats *stats) {
     stats->num_empty = atomic_load(&crew->num_empty);
     stats->num_picks = atomic_load(&crew->num_picks);
     stats->num_experts = atomic_load(&crew->num_experts);
+    stats->num_blocks = atomic_load(&crew->num_blocks);
     stats->busy_ns = atomic_load(&crew->busy_ns);
     stats->num_parks = atomic_load(&crew->num_parks);
     stats->num_pinned = crew->num_pinned;

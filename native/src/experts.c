@@ -88,6 +88,10 @@ static void place_product(glm53_arena *a, glm53_product *product) {
     product->parts = glm53_arena_take(a, glm53_product_part_floats(product), sizeof(float));
 }
 
+static bool is_part(const glm53_expert_job *spec, const glm53_expert *expert) {
+    return spec->part_end > 0 && expert == &spec->table[spec->part_expert];
+}
+
 /* Lay out every group's buffers. */
 static void build_products(const glm53_pool *pool, glm53_arena *a, glm53_wave *w, bool is_wide) {
     int32_t precision = w->spec->precision;
@@ -99,6 +103,13 @@ static void build_products(const glm53_pool *pool, glm53_arena *a, glm53_wave *w
         g->gate = glm53_product_of(pool, &expert->gate, rows, precision, is_wide);
         g->up = glm53_product_of(pool, &expert->up, rows, precision, is_wide);
         g->down = glm53_product_of(pool, &expert->down, rows, precision, is_wide);
+        g->block_begin = 0;
+        g->block_end = w->intermediate / GLM53_BLOCK;
+        if (is_part(w->spec, expert)) {
+            g->block_begin = w->spec->part_begin;
+            g->block_end = w->spec->part_end;
+            glm53_product_narrow(&g->down, g->block_begin, g->block_end);
+        }
         place_product(a, &g->gate);
         place_product(a, &g->up);
         place_product(a, &g->down);
@@ -166,6 +177,15 @@ static int32_t check_expert(const glm53_expert *expert, int32_t hidden, int32_t 
     return GLM53_OK;
 }
 
+static int32_t check_part(const glm53_expert_job *job) {
+    if (job->part_end == 0) return GLM53_OK;
+    if (job->part_expert < 0 || job->part_expert >= job->num_experts) return GLM53_BAD_PICK;
+    const glm53_expert *expert = &job->table[job->part_expert];
+    if (job->part_begin < 0 || job->part_begin >= job->part_end) return GLM53_BAD_ARGUMENT;
+    if (job->part_end > expert->gate.out_features / GLM53_BLOCK) return GLM53_BAD_ARGUMENT;
+    return job->rows > GLM53_FEW_ROWS ? GLM53_BAD_ARGUMENT : GLM53_OK; /* wide products are not narrowed */
+}
+
 static int32_t check_job(const glm53_expert_job *job) {
     if (!job || !job->table || !job->x || !job->picks || !job->weights || !job->y) return GLM53_BAD_ARGUMENT;
     if (job->num_experts < 1 || job->rows < 1 || job->num_picks < 1) return GLM53_BAD_ARGUMENT;
@@ -181,7 +201,8 @@ static int32_t check_job(const glm53_expert_job *job) {
         int32_t status = check_expert(&job->table[job->picks[i]], first->in_features, first->out_features);
         if (status != GLM53_OK) return status;
     }
-    return check_expert(&job->table[0], first->in_features, first->out_features);
+    int32_t status = check_expert(&job->table[0], first->in_features, first->out_features);
+    return status == GLM53_OK ? check_part(job) : status;
 }
 
 int32_t glm53_experts(glm53_pool *pool, const glm53_expert_job *job) {

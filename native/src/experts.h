@@ -8,6 +8,7 @@
 typedef struct {
     glm53_product gate, up, down;
     int32_t first_visit;
+    int32_t block_begin, block_end;     /* of the intermediate: all but for an expert in part */
     int64_t first_multiply, first_down; /* numbers of the group's first tasks, if wide */
 } glm53_group;
 
@@ -66,6 +67,7 @@ typedef struct {
     glm53_few_step *steps;
     glm53_few_counter *counters;
     int32_t num_steps, num_stages;
+    int32_t last_stage; /* counted over all groups; those behind it have no tasks */
     int32_t num_counters;
     int32_t stage_blocks, stage_spans;
     int64_t down_tasks, num_tasks;

@@ -8,7 +8,8 @@
  *   DOWN      group x stage x span x columns     packed weights times rows; waits for the stage's ACTIVATE
  *   COMBINE   block x row                        waits for every DOWN
  *
- * A stage is a band of the intermediate, a few blocks wide. The list: all of PREPARE; the stages' MULTIPLY,
+ * A stage is a band of the intermediate, a few blocks wide. Of an expert in part the stages have what lies in
+ * the part, some of them nothing. The list: all of PREPARE; the stages' MULTIPLY,
  * each with the ACTIVATE of the stage before behind it; DOWN in the same order, with the last ACTIVATE behind
  * the first; COMBINE. So what a task waits for has mostly been done long before. A task waits for tasks
  * before it only, and a thread does its tasks in order: the first unfinished task can always go on, so
@@ -60,24 +61,39 @@ static int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
 static int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
 
+static int32_t max_i32(int32_t a, int32_t b) { return a > b ? a : b; }
+
 static const glm53_group *group_of(const glm53_few *few, const glm53_few_step *step) {
     return &few->wave->groups[step->group];
 }
 
-/* Blocks of the intermediate before stage s. */
-static int32_t blocks_before(const glm53_few *few, int32_t s) {
-    return min_i32(s * few->stage_blocks, few->wave->intermediate / GLM53_BLOCK);
+/* The end of stage s - 1 and the begin of stage s of a group, in blocks of the intermediate. */
+static int32_t block_at(const glm53_few *few, const glm53_group *g, int32_t s) {
+    return max_i32(g->block_begin, min_i32(s * few->stage_blocks, g->block_end));
 }
 
-static int32_t stage_blocks(const glm53_few *few, int32_t s) {
-    return blocks_before(few, s + 1) - blocks_before(few, s);
+static int32_t stage_blocks(const glm53_few *few, const glm53_few_step *step) {
+    const glm53_group *g = group_of(few, step);
+    return block_at(few, g, step->stage + 1) - block_at(few, g, step->stage);
+}
+
+/* The first span of down that belongs to a step's stage, and how many do. */
+static int32_t first_span(const glm53_few *few, const glm53_few_step *step) {
+    return max_i32(step->stage * few->stage_spans, group_of(few, step)->down.first_span);
+}
+
+static int32_t down_spans(const glm53_few *few, const glm53_few_step *step) {
+    int32_t end = min_i32((step->stage + 1) * few->stage_spans, group_of(few, step)->down.end_span);
+    return max_i32(0, end - first_span(few, step));
 }
 
 static int32_t prepare_tasks(const glm53_few *few, const glm53_group *g) {
     return g->gate.rows * 2 * ceil_div(few->wave->hidden / GLM53_BLOCK, PREPARE_BLOCKS);
 }
 
-static int32_t multiply_tasks(const glm53_group *g) { return 2 * g->gate.cut.num_spans; }
+static int32_t multiply_tasks(const glm53_few *few, const glm53_few_step *step) {
+    return stage_blocks(few, step) ? 2 * group_of(few, step)->gate.cut.num_spans : 0;
+}
 
 static int32_t down_columns(const glm53_few *few, const glm53_few_step *step) {
     return ceil_div(few->wave->hidden / GLM53_TILE, step->part_tiles);
@@ -88,10 +104,9 @@ static int32_t tasks_of(const glm53_few *few, const glm53_few_step *step) {
     if (step->kind == COMBINE) return (w->row_end - w->row_begin) * (w->hidden / GLM53_BLOCK);
     const glm53_group *g = group_of(few, step);
     if (step->kind == PREPARE) return prepare_tasks(few, g);
-    if (step->kind == MULTIPLY) return multiply_tasks(g);
-    if (step->kind == ACTIVATE) return g->gate.rows * stage_blocks(few, step->stage);
-    int32_t begin = step->stage * few->stage_spans;
-    return (min_i32(begin + few->stage_spans, g->down.cut.num_spans) - begin) * down_columns(few, step);
+    if (step->kind == MULTIPLY) return multiply_tasks(few, step);
+    if (step->kind == ACTIVATE) return g->gate.rows * stage_blocks(few, step);
+    return down_spans(few, step) * down_columns(few, step);
 }
 
 /* ---- the list ---- */
@@ -106,13 +121,17 @@ static void add_step(glm53_few *few, step_kind kind, int32_t group, int32_t stag
 
 /* i counts the stages of all groups. */
 static void add_stage(glm53_few *few, step_kind kind, int32_t i) {
-    int32_t last = few->wave->num_groups * few->num_stages - 1;
-    int32_t part_tiles = i == last ? LAST_TILES : DOWN_TILES;
+    int32_t part_tiles = i == few->last_stage ? LAST_TILES : DOWN_TILES;
     add_step(few, kind, i / few->num_stages, i % few->num_stages, part_tiles);
 }
 
 static void list_steps(glm53_few *few) {
     int32_t num_groups = few->wave->num_groups, num = num_groups * few->num_stages;
+    few->last_stage = num - 1;
+    if (num_groups) {
+        const glm53_group *g = &few->wave->groups[num_groups - 1];
+        few->last_stage -= few->num_stages - ceil_div(g->block_end, few->stage_blocks);
+    }
     for (int32_t i = 0; i < num_groups; i++) add_step(few, PREPARE, i, 0, 0);
     for (int32_t i = 0; i < num; i++) {
         add_stage(few, MULTIPLY, i);
@@ -154,12 +173,12 @@ static const glm53_product *product_of(const glm53_few *few, const glm53_few_ste
     if (step->kind == MULTIPLY) {
         const glm53_product *product = task % 2 ? &g->up : &g->gate;
         int32_t unit = GLM53_BLOCK / GLM53_TILE;
-        *rect = glm53_product_rect(product, task / 2, unit * blocks_before(few, step->stage),
-                                   unit * blocks_before(few, step->stage + 1));
+        *rect = glm53_product_rect(product, task / 2, unit * block_at(few, g, step->stage),
+                                   unit * block_at(few, g, step->stage + 1));
         return product;
     }
     int32_t num_columns = down_columns(few, step), begin = task % num_columns * step->part_tiles;
-    *rect = glm53_product_rect(&g->down, step->stage * few->stage_spans + task / num_columns, begin,
+    *rect = glm53_product_rect(&g->down, first_span(few, step) + task / num_columns, begin,
                                min_i32(begin + step->part_tiles, few->wave->hidden / GLM53_TILE));
     return &g->down;
 }
@@ -182,7 +201,7 @@ static void do_product(glm53_pool *pool, const glm53_few *few, const glm53_few_s
     if (step->kind == MULTIPLY) {
         glm53_pool_await(pool, prepared(few, step->group), prepare_tasks(few, g));
     } else {
-        glm53_pool_await(pool, activated(few, step), g->gate.rows * stage_blocks(few, step->stage));
+        glm53_pool_await(pool, activated(few, step), g->gate.rows * stage_blocks(few, step));
     }
     glm53_product_multiply(glm53_pool_tier(pool), product, &rect);
     glm53_pool_raise(pool, step->kind == MULTIPLY ? multiplied(few, step) : &few->counters[0].value);
@@ -190,9 +209,9 @@ static void do_product(glm53_pool *pool, const glm53_few *few, const glm53_few_s
 
 static void do_activate(glm53_pool *pool, const glm53_few *few, const glm53_few_step *step, int32_t task) {
     const glm53_group *g = group_of(few, step);
-    glm53_pool_await(pool, multiplied(few, step), multiply_tasks(g));
+    glm53_pool_await(pool, multiplied(few, step), multiply_tasks(few, step));
     glm53_wave_activate(glm53_pool_tier(pool), few->wave, g->first_visit + task % g->gate.rows,
-                        blocks_before(few, step->stage) + task / g->gate.rows);
+                        block_at(few, g, step->stage) + task / g->gate.rows);
     glm53_pool_raise(pool, activated(few, step));
 }
 

@@ -4,7 +4,7 @@
 
 #include "internal.h"
 
-enum { GLM53_MAIL_MAGIC = 0x4d333547, GLM53_MAIL_VERSION = 1 };
+enum { GLM53_MAIL_MAGIC = 0x4d333547, GLM53_MAIL_VERSION = 2 };
 
 /* The shape that the header of an initialised mailbox states. False if it is none. */
 bool glm53_mailbox_shape_of(const void *memory, glm53_mailbox_shape *shape);

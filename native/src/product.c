@@ -5,6 +5,8 @@ static int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
 static int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
 
+static int32_t max_i32(int32_t a, int32_t b) { return a > b ? a : b; }
+
 /* About 16 tasks per matrix: enough to share one expert among many threads, few enough that adding up the
  * spans stays below one per cent of the work (4096 x 2048: 16 spans of 256 k). */
 enum { BAND_TILES = 128, WANTED_TASKS = 16 };
@@ -31,8 +33,18 @@ glm53_product glm53_product_of(const glm53_pool *pool, const glm53_matrix *matri
         .matrix = matrix, .rows = rows, .is_wide = is_wide, .cut = glm53_cut_matrix(matrix)};
     product.plan = glm53_pool_plan(pool, matrix->bits_x2);
     product.precision = glm53_effective_precision(pool, matrix, precision);
+    product.block_end = product.cut.num_blocks;
+    product.end_span = product.cut.num_spans;
     product.num_parts = is_wide ? 1 : product.cut.num_spans;
     return product;
+}
+
+void glm53_product_narrow(glm53_product *product, int32_t begin, int32_t end) {
+    product->block_begin = begin;
+    product->block_end = end;
+    product->first_span = begin / product->cut.span_blocks;
+    product->end_span = ceil_div(end, product->cut.span_blocks);
+    product->num_parts = product->end_span - product->first_span;
 }
 
 int64_t glm53_product_tasks(const glm53_product *product) {
@@ -62,11 +74,12 @@ glm53_rect glm53_product_rect(const glm53_product *product, int32_t span, int32_
                        .x = product->x,
                        .rows = product->rows,
                        .acc_stride = out};
-    rect.block_begin = span * cut->span_blocks;
-    rect.block_end = min_i32(rect.block_begin + cut->span_blocks, cut->num_blocks);
+    rect.block_begin = max_i32(span * cut->span_blocks, product->block_begin);
+    rect.block_end = min_i32((span + 1) * cut->span_blocks, product->block_end);
     rect.tile_begin = tile_begin;
     rect.tile_end = tile_end;
-    rect.acc = product->parts + (size_t)span * (size_t)product->rows * out + (size_t)tile_begin * GLM53_TILE;
+    size_t part = (size_t)(span - product->first_span);
+    rect.acc = product->parts + part * (size_t)product->rows * out + (size_t)tile_begin * GLM53_TILE;
     return rect;
 }
 
@@ -138,7 +151,7 @@ void glm53_product_finish(const glm53_tier *tier, const glm53_product *product, 
     const glm53_matrix *matrix = product->matrix;
     size_t out = (size_t)matrix->out_features;
     size_t column = (size_t)block * GLM53_BLOCK;
-    const uint16_t *bias = matrix->bias ? matrix->bias + column : NULL;
+    const uint16_t *bias = matrix->bias && product->block_begin == 0 ? matrix->bias + column : NULL;
     tier->finish(product->parts + (size_t)r * out + column, product->num_parts, (size_t)product->rows * out,
                  matrix->svh + column, bias, y);
 }

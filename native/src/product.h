@@ -32,14 +32,20 @@ typedef struct {
     int32_t rows;
     bool is_wide;
     glm53_cut cut;
-    float *x;          /* prepared, see glm53_rect */
-    float *parts;      /* few: (spans, rows, out); wide: (rows, out) */
-    int32_t num_parts; /* 1 or num_spans */
+    int32_t block_begin, block_end; /* of k: all, or what glm53_product_narrow left */
+    int32_t first_span, end_span;   /* that these blocks touch */
+    float *x;                       /* prepared, see glm53_rect */
+    float *parts;                   /* few: (spans touched, rows, out); wide: (rows, out) */
+    int32_t num_parts;              /* 1 or the spans touched */
 } glm53_product;
 
 /* Set everything but x and parts. */
 glm53_product glm53_product_of(const glm53_pool *pool, const glm53_matrix *matrix, int32_t rows,
                                int32_t precision, bool is_wide);
+/* Let few rows multiply with the blocks [begin, end) of k only. The spans stay where they are: with all
+ * blocks no bit changes. */
+void glm53_product_narrow(glm53_product *product, int32_t begin, int32_t end);
+/* Of a product that was not narrowed. */
 int64_t glm53_product_tasks(const glm53_product *product);
 size_t glm53_product_part_floats(const glm53_product *product);
 /* Do one task. temp: (rows, 128) floats of the calling thread, used if wide. */

@@ -100,6 +100,68 @@ static void test_nothing_outside_the_weights_is_read(glm53_pool *pool) {
     free(b);
 }
 
+/* A part and the rest of an expert add up to the whole; all of it as a part has the same bits. */
+static void test_experts_in_part(glm53_pool *pool) {
+    enum { HIDDEN = 128, BLOCKS = 19, INNER = 128 * BLOCKS, EXPERTS = 3, PICKS = 2, FEW = 3 };
+    enum { COUNT = FEW * HIDDEN };
+    static const int32_t CUTS[] = {1, 2, 7, 18, BLOCKS}; /* spans of down are two blocks, stages four */
+    uint32_t seed = 21;
+    glm53_expert table[EXPERTS];
+    for (int32_t e = 0; e < EXPERTS; e++) {
+        table[e].gate = random_matrix(&seed, HIDDEN, INNER, 6, GLM53_CODEBOOK_MUL1);
+        table[e].up = random_matrix(&seed, HIDDEN, INNER, 6, GLM53_CODEBOOK_MUL1);
+        table[e].down = random_matrix(&seed, INNER, HIDDEN, 6, GLM53_CODEBOOK_MUL1);
+    }
+    const int32_t picks[FEW * PICKS] = {0, 1, 1, -1, 2, 1}, alone[FEW * PICKS] = {-1, 1, 1, -1, -1, 1};
+    float *x = random_floats(&seed, COUNT), *weights = random_floats(&seed, FEW * PICKS);
+    float *whole = nan_floats(COUNT), *low = nan_floats(COUNT), *high = nan_floats(COUNT);
+    for (int32_t precision = GLM53_EXACT32; precision <= GLM53_FAST16; precision++) {
+        glm53_expert_job job = {.table = table, .x = x, .picks = picks, .weights = weights, .y = whole};
+        job.num_experts = EXPERTS;
+        job.rows = FEW;
+        job.num_picks = PICKS;
+        job.limit = 0.5f;
+        job.precision = precision;
+        CHECK(glm53_experts(pool, &job) == GLM53_OK);
+        job.part_expert = 1;
+        for (size_t i = 0; i < sizeof CUTS / sizeof *CUTS; i++) {
+            int32_t cut = CUTS[i];
+            job.picks = picks;
+            job.part_begin = 0;
+            job.part_end = cut;
+            job.y = low;
+            CHECK(glm53_experts(pool, &job) == GLM53_OK);
+            if (cut == BLOCKS) break;
+            job.picks = alone;
+            job.part_begin = cut;
+            job.part_end = BLOCKS;
+            job.y = high;
+            CHECK(glm53_experts(pool, &job) == GLM53_OK);
+            for (size_t j = 0; j < COUNT; j++) high[j] += low[j];
+            CHECK(difference(high, whole, COUNT) < 1e-5);
+            CHECK(difference(low, whole, COUNT) > 1e-2);
+        }
+        CHECK(memcmp(low, whole, COUNT * sizeof *low) == 0);
+        job.part_end = BLOCKS + 1;
+        CHECK(glm53_experts(pool, &job) == GLM53_BAD_ARGUMENT);
+        job.part_begin = job.part_end = 2;
+        CHECK(glm53_experts(pool, &job) == GLM53_BAD_ARGUMENT);
+        job.part_begin = 0;
+        job.part_expert = EXPERTS;
+        CHECK(glm53_experts(pool, &job) == GLM53_BAD_PICK);
+    }
+    for (int32_t e = 0; e < EXPERTS; e++) {
+        free_matrix(&table[e].gate);
+        free_matrix(&table[e].up);
+        free_matrix(&table[e].down);
+    }
+    free(x);
+    free(weights);
+    free(whole);
+    free(low);
+    free(high);
+}
+
 static void test_experts(glm53_pool *pool, glm53_pool *scalar) {
     enum { HIDDEN = 256, INNER = 128, EXPERTS = 3, PICKS = 3 };
     uint32_t seed = 3;
@@ -422,6 +484,7 @@ int main(void) {
         test_unaligned_weights(pool, scalar);
         test_nothing_outside_the_weights_is_read(pool);
         test_experts(pool, scalar);
+        test_experts_in_part(pool);
         test_plain_linear(pool, scalar);
         test_norm_and_streams(pool, scalar);
         test_recurrences(pool, scalar);

@@ -10,7 +10,16 @@
 #include "../src/mailbox.h"
 #include "check.h"
 
-enum { HIDDEN = 128, WIDTH = 128, LAYERS = 2, EXPERTS = 5, ROWS = 4, PICKS = 3, CELLS = 8 };
+enum {
+    HIDDEN = 128,
+    WIDTH = 384,
+    BLOCKS = WIDTH / 128,
+    LAYERS = 2,
+    EXPERTS = 5,
+    ROWS = 4,
+    PICKS = 3,
+    CELLS = 8
+};
 enum { DEADLINE_MS = 200, LONG_MS = 60000 };
 
 typedef struct {
@@ -114,7 +123,7 @@ static sent send_numbered(glm53_crew *crew, const office *o, uint32_t expected_s
         x[r * HIDDEN] = s.marks[r] = (float)(next_random(seed) % 100000);
         partial_of(o, expected_seq)[r * HIDDEN] = partial_of(o, expected_seq)[r * HIDDEN + HIDDEN - 1] = 0.0f;
     }
-    glm53_mail mail = {x, picks, weights, 0, s.rows, PICKS};
+    glm53_mail mail = {x, picks, weights, 0, s.rows, PICKS, 0, 0};
     CHECK(glm53_crew_post(crew, &mail, &s.seq) == GLM53_OK && s.seq == expected_seq);
     return s;
 }
@@ -161,7 +170,7 @@ static void test_full_mailbox_refuses(void) {
     glm53_crew *crew = hire(&config);
     float x[HIDDEN] = {0}, weight = 1;
     int32_t pick = 0;
-    glm53_mail mail = {x, &pick, &weight, 0, 1, 1};
+    glm53_mail mail = {x, &pick, &weight, 0, 1, 1, 0, 0};
     uint32_t seq, foreign = CELLS; /* a cell that somebody still uses: one lap behind */
     sent first = send_numbered(crew, &o, 0, &seed);
     check_numbered(crew, &o, &first);
@@ -174,6 +183,23 @@ static void test_full_mailbox_refuses(void) {
 }
 
 /* ---- real experts ---- */
+
+static int32_t blocks_of(const office *o, uint32_t seq) {
+    int32_t blocks;
+    memcpy(&blocks, cell_of(o, seq) + GLM53_MAIL_NUM_BLOCKS, sizeof blocks);
+    return blocks;
+}
+
+static int32_t expected_blocks(const glm53_expert_job *job) {
+    int32_t blocks = 0;
+    for (int32_t e = 0; e < EXPERTS; e++) {
+        bool is_picked = false;
+        for (int32_t i = 0; i < job->rows * job->num_picks; i++) is_picked |= job->picks[i] == e;
+        bool is_part = job->part_end > 0 && job->part_expert == e;
+        if (is_picked) blocks += is_part ? job->part_end : BLOCKS;
+    }
+    return blocks;
+}
 
 static void check_against_pool(glm53_crew *crew, const office *o, glm53_pool *pool, int32_t layer,
                                int32_t precision, uint32_t *seed) {
@@ -191,12 +217,15 @@ static void check_against_pool(glm53_crew *crew, const office *o, glm53_pool *po
     job.clamp = GLM53_CLAMP_ACTIVATION;
     job.precision = precision;
     job.limit = 2.0f;
+    job.part_expert = (int32_t)(next_random(seed) % EXPERTS);
+    job.part_end = (int32_t)(next_random(seed) % (BLOCKS + 1)); /* 0: no part */
     CHECK(glm53_experts(pool, &job) == GLM53_OK);
-    glm53_mail mail = {x, picks, weights, layer, rows, PICKS};
+    glm53_mail mail = {x, picks, weights, layer, rows, PICKS, job.part_expert, job.part_end};
     uint32_t seq;
     CHECK(glm53_crew_post(crew, &mail, &seq) == GLM53_OK);
     CHECK(glm53_crew_wait(crew, seq, LONG_MS) == GLM53_OK);
     CHECK(memcmp(partial_of(o, seq), expected, (size_t)rows * HIDDEN * sizeof(float)) == 0);
+    CHECK(blocks_of(o, seq) == expected_blocks(&job));
     free(x);
     free(weights);
 }
@@ -248,23 +277,25 @@ static void test_device_posts_f16_rows(void) {
 }
 
 static void test_malformed_jobs_are_answered_with_an_error(void) {
-    static const int32_t JOBS[][5] = {
-        /* layer, rows, num_picks, x_kind, pick */
-        {LAYERS, 1, 1, 0, 0}, {-1, 1, 1, 0, 0},        {0, ROWS + 1, 1, 0, 0},
-        {0, -1, 1, 0, 0},     {0, 1, PICKS + 1, 0, 0}, {0, 1, 0, 0, 0},
-        {0, 1, 1, 2, 0},      {0, 1, 1, 0, EXPERTS},   {0, 1, 1, 0, -2 - EXPERTS},
+    static const int32_t JOBS[][7] = {
+        /* layer, rows, num_picks, x_kind, part_expert, part_blocks, pick */
+        {LAYERS, 1, 1, 0, 0, 0, 0},     {-1, 1, 1, 0, 0, 0, 0},        {0, ROWS + 1, 1, 0, 0, 0, 0},
+        {0, -1, 1, 0, 0, 0, 0},         {0, 1, PICKS + 1, 0, 0, 0, 0}, {0, 1, 0, 0, 0, 0, 0},
+        {0, 1, 1, 2, 0, 0, 0},          {0, 1, 1, 0, 0, 0, EXPERTS},   {0, 1, 1, 0, 0, 0, -2 - EXPERTS},
+        {0, 1, 1, 0, 0, BLOCKS + 1, 0}, {0, 1, 1, 0, 0, -1, 0},        {0, 1, 1, 0, EXPERTS, 1, 0},
+        {0, 1, 1, 0, -1, 1, 0},
     };
     office o = open_office(0);
     glm53_crew_config config = configure(&o);
     glm53_crew *crew = hire(&config);
     CHECK(glm53_crew_check(crew) == GLM53_OK);
     for (uint32_t seq = 0; seq < sizeof JOBS / sizeof JOBS[0]; seq++) {
-        uint8_t *cell = cell_of(&o, seq);
-        memcpy(cell + GLM53_MAIL_LAYER, JOBS[seq], 4 * sizeof(int32_t));
-        memcpy(cell + GLM53_MAIL_PICKS, &JOBS[seq][4], sizeof(int32_t));
+        uint8_t *cell = cell_of(&o, seq); /* more jobs than cells: each is answered before the next */
+        memcpy(cell + GLM53_MAIL_LAYER, JOBS[seq], 6 * sizeof(int32_t));
+        memcpy(cell + GLM53_MAIL_PICKS, &JOBS[seq][6], sizeof(int32_t));
         glm53_mail_store(cell, GLM53_MAIL_POSTED, seq);
         int32_t status = glm53_crew_wait(crew, seq, LONG_MS);
-        bool is_empty = JOBS[seq][4] < 0; /* a negative pick is none */
+        bool is_empty = JOBS[seq][6] < 0; /* a negative pick is none */
         CHECK(is_empty ? status == GLM53_OK : status == GLM53_BAD_ARGUMENT || status == GLM53_BAD_PICK);
     }
     CHECK(glm53_crew_check(crew) == GLM53_BAD_ARGUMENT);
@@ -367,7 +398,7 @@ static int32_t end_thread(void *context, const glm53_expert_job *job) {
 static void expect_stall(glm53_crew *crew) {
     float x[ROWS * HIDDEN] = {0}, weights[PICKS] = {1, 1, 1};
     int32_t picks[PICKS] = {0, 1, 2};
-    glm53_mail mail = {x, picks, weights, 0, 1, PICKS};
+    glm53_mail mail = {x, picks, weights, 0, 1, PICKS, 0, 0};
     uint32_t first, second, third;
     double begin_s = now_s();
     CHECK(glm53_crew_post(crew, &mail, &first) == GLM53_OK);

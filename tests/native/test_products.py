@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from glm53srv.kernels import Clamp, Isa, KernelPool, Precision, cpu_features
+from glm53srv.kernels import Clamp, ExpertPart, Isa, KernelPool, Precision, cpu_features
 from reference import exl3
 from tests.native.builders import (
     ALL_FORMATS,
     TOLERANCE,
+    Expert,
     as_matrix,
     as_table,
     expert_sum,
@@ -140,6 +143,61 @@ def test_expert_row_bits_do_not_depend_on_other_rows(pool: KernelPool, precision
     for count in (2, 3, 4, 5, 6, 7, 8, 9, 30):
         rows = rng.permutation(30)[:count].tolist()
         np.testing.assert_array_equal(run(rows), alone[rows])
+
+
+def without_the_first(experts: list[Expert], which: int, blocks: int) -> list[Expert]:
+    """Leave an expert's first blocks of neurons out by down's input scales: what a GPU does."""
+    gate, up, down = experts[which]
+    suh = down.suh.copy()
+    suh[: 128 * blocks] = 0
+    masked = dataclasses.replace(down, suh=suh)
+    return [*experts[:which], (gate, up, masked), *experts[which + 1 :]]
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_the_parts_of_an_expert_add_up_to_the_whole(
+    pool: KernelPool, rows: int, precision: Precision
+) -> None:
+    experts = random_experts(23, 3, 128, 640)
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, 128)).astype(np.float32)
+    picks = np.tile(np.array([2, 0], np.int32), (rows, 1))
+    weights = rng.uniform(size=(rows, 2)).astype(np.float32)
+    alone = np.where(picks == 2, np.int32(2), np.int32(-1))
+
+    def run(picks: np.ndarray, experts: list[Expert], part: ExpertPart | None) -> np.ndarray:
+        return pool.experts(x, as_table(experts), picks, weights, 1.0, precision=precision, part=part)
+
+    whole = run(picks, experts, None)
+    expected = expert_sum(x, experts, picks, weights, 1.0)
+    for cut in range(1, 5):
+        low = run(picks, experts, ExpertPart(2, 0, cut))
+        high = run(alone, experts, ExpertPart(2, cut, 5))
+        masked = run(alone, without_the_first(experts, 2, cut), None)
+        assert relative_rms(low, expected) > 0.05  # something is missing
+        assert relative_rms(low + high, expected) < TOLERANCE[precision]
+        np.testing.assert_allclose(high, masked, rtol=0, atol=1e-5 * float(np.abs(whole).max()))
+    np.testing.assert_array_equal(run(picks, experts, ExpertPart(2, 0, 5)), whole)
+
+
+@pytest.mark.parametrize(
+    ("rows", "part"),
+    [
+        (9, ExpertPart(0, 0, 1)),
+        (1, ExpertPart(2, 0, 1)),
+        (1, ExpertPart(-1, 0, 1)),
+        (1, ExpertPart(0, 0, 4)),
+        (1, ExpertPart(0, 2, 2)),
+        (1, ExpertPart(0, 0, 0)),
+        (1, ExpertPart(0, -1, 1)),
+    ],
+)
+def test_a_part_that_there_is_not_is_refused(pool: KernelPool, rows: int, part: ExpertPart) -> None:
+    table = as_table(random_experts(1, 2, 128, 384))
+    x, picks = np.ones((rows, 128), np.float32), np.zeros((rows, 1), np.int32)
+    with pytest.raises(ValueError, match=r"part|argument|pick"):
+        pool.experts(x, table, picks, np.ones((rows, 1), np.float32), 0.0, part=part)
 
 
 def test_one_expert_with_weight_one_is_a_plain_gated_ffn(pool: KernelPool) -> None:

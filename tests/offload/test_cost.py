@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from glm53srv.offload.cost import (
+    MIN_GAIN_MS,
     CostModel,
+    Parts,
     cpu_count_table,
     default_costs,
     fit_lane_cost,
@@ -29,6 +31,51 @@ def test_table_is_the_optimum_of_brute_force(seed: int) -> None:
             continue
         times = [costs.layer_ms(hits, misses - n, n) for n in range(misses + 1)]
         assert table[hits, misses] == times.index(min(times))  # of equal ones the first: fewest on the CPU
+
+
+@pytest.mark.parametrize("parts", [Parts(16, 16), Parts(5, 4), Parts(16, 0)])
+@pytest.mark.parametrize("seed", range(4))
+def test_table_of_parts_is_the_optimum_of_brute_force(seed: int, parts: Parts) -> None:
+    rng = np.random.default_rng(seed)
+    costs = CostModel(*rng.uniform([0.0, 0.02, 0.05, 0.0], [0.5, 0.5, 1.0, 0.1]).tolist())
+    table, size, num_shared = cpu_count_table(costs, 16, "fast", parts), parts.num_parts, 0
+    for hits, misses in itertools.product(range(17), range(17)):
+        if hits + misses > 16:
+            continue
+        times = {}
+        for n in range(misses * size + 1):
+            on_cpu, lands = n / size, misses - n // size <= parts.num_landing
+            if n % size == 0 or (min(n % size, size - n % size) >= size / 8 and lands):
+                times[n] = costs.layer_ms(hits, misses - on_cpu, on_cpu)
+        whole_ms = min(ms for n, ms in times.items() if n % size == 0)
+        chosen = int(table[hits, misses])
+        if chosen % size:
+            num_shared += 1
+            assert times[chosen] == pytest.approx(min(times.values()))
+            assert times[chosen] < whole_ms - MIN_GAIN_MS
+            assert all(ms > times[chosen] - 1e-9 for n, ms in times.items() if n < chosen)
+        else:
+            assert times[chosen] == pytest.approx(whole_ms)
+            assert min(times.values()) >= whole_ms - MIN_GAIN_MS - 1e-9
+    assert (num_shared > 10) == (parts.num_landing > 0)
+
+
+def test_a_shared_expert_is_computed_whole_by_the_gpu() -> None:
+    costs = CostModel(0.0, cpu_expert_ms=0.01, zero_copy_ms=0.2, vram_expert_ms=0.04, gpu_fixed_ms=0.1)
+    assert costs.layer_ms(1, 1.5, 0.5) == pytest.approx(0.1 + 1.5 * 0.04 + 1.5 * 0.2)
+    assert costs.layer_ms(1, 2, 1) == pytest.approx(0.1 + 0.04 + 2 * 0.2)
+
+
+def test_parts_are_no_slivers_and_only_of_what_lands() -> None:
+    parts = Parts(16, 2)
+    allowed = [share for share in range(16) if parts.allows(share, 2)]
+    assert allowed == [0, *range(2, 15)]
+    assert [parts.allows(8, num_link) for num_link in (1, 2, 3)] == [True, True, False]
+    assert not any(Parts(1, 9).allows(share, 1) for share in range(1, 2))
+
+
+def test_exact_mode_shares_nothing() -> None:
+    assert not cpu_count_table(COSTS, 32, "exact", Parts(16, 16)).any()
 
 
 def test_of_equal_counts_the_smallest_wins() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from glm53srv.offload.calibrate import Calibration, assume
-from glm53srv.offload.cost import CostModel, CostOverrides
+from glm53srv.offload.cost import CostModel, CostOverrides, Parts
 from glm53srv.offload.cost_ledger import REFRESH_STEPS, CostLedger
 
 COSTS = CostModel(cpu_fixed_ms=0.1, cpu_expert_ms=0.2, zero_copy_ms=0.4, vram_expert_ms=0.03)
@@ -93,3 +93,13 @@ def test_the_report_shows_start_and_now() -> None:
     assert report.sources["zero_copy_ms"] == "set"
     assert report.link_gb_s == pytest.approx(2.0)
     assert report.copy_gb_s == pytest.approx(2.0)
+
+
+def test_sharing_changes_the_table_and_nothing_else() -> None:
+    ledger = make_ledger()
+    whole = ledger.table
+    ledger.share(Parts(16, 8))
+    assert (ledger.table % 16 > 0).any()
+    ledger.share(Parts(16, 0))
+    assert (ledger.table == 16 * whole).all()
+    assert (ledger.num_tables, ledger.costs) == (3, COSTS)

@@ -47,10 +47,10 @@ def plain_keeping(
         seen: set[int] = set()
         kept.append([-1] * len(row))
         for place, expert in enumerate(row):
-            if expert in seen or lanes[layer, place] != Lane.LINK:
+            if expert in seen or lanes[layer, place] not in (Lane.LINK, Lane.SPLIT):
                 continue
-            seen.add(expert)
-            is_hot = heat[layer, expert] >= offers.threshold
+            seen.add(expert)  # that is copied; one that is shared is not whole
+            is_hot = heat[layer, expert] >= offers.threshold and lanes[layer, place] == Lane.LINK
             if len(seen) <= num_landing and entries[layer, expert] == ABSENT and is_hot and head < tail:
                 kept[-1][place] = int(offers.ring[head % RING_SLOTS])
                 head += 1
@@ -67,8 +67,10 @@ def test_what_is_kept_equals_the_plain_reading(seed: int) -> None:
         entries[rng.random(entries.shape) < 0.7] = ABSENT
         entries[rng.random(entries.shape) < 0.2] = BARRED
         heat = rng.integers(0, 100, entries.shape).astype(np.int32)
-        count = np.minimum(np.arange(17)[None], rng.integers(0, 6)) * np.ones((17, 1), np.int32)
-        split = split_picks(picks, entries, heat, count.astype(np.int32))
+        num_parts = int(rng.choice([1, 4]))
+        most = num_parts * np.arange(17)[None]
+        count = np.minimum(most, rng.integers(0, 6 * num_parts)) * np.ones((17, 1), np.int32)
+        split = split_picks(picks, entries, heat, count.astype(np.int32), num_parts)
         head = int(rng.integers(2**31 - 20, 2**31 + 20))
         first = head + int(rng.integers(-20, 10))
         tail = max(first, head) + int(rng.integers(0, 30))
@@ -83,7 +85,7 @@ def test_what_is_kept_equals_the_plain_reading(seed: int) -> None:
         number = wrapped(head)
         for layer in range(5):
             one = slice(layer, layer + 1)
-            alone = split_picks(picks[one], entries[one], heat[one], count.astype(np.int32))
+            alone = split_picks(picks[one], entries[one], heat[one], count.astype(np.int32), num_parts)
             step = keep_picks(picks[one], alone, entries[one], heat[one], offers, number, num_landing)
             assert step.slots[0].tolist() == slots[layer]
             number = step.head

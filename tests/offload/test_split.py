@@ -12,14 +12,21 @@ from tests.offload.builders import COSTS
 
 
 def plain_layer(
-    picks: list[int], slots: NDArray[np.int32], heat: NDArray[np.int32], cpu_count: NDArray[np.int32]
+    picks: list[int],
+    slots: NDArray[np.int32],
+    heat: NDArray[np.int32],
+    cpu_count: NDArray[np.int32],
+    num_parts: int,
 ) -> list[Lane]:
     """One layer with sets and loops."""
     experts = {pick for pick in picks if pick >= 0}
     hits = {expert for expert in experts if slots[expert] >= 0}
     misses = sorted(experts - hits, key=lambda expert: (heat[expert], expert))
-    on_cpu = set(misses[: cpu_count[len(hits), len(misses)]])
+    whole, share = divmod(int(cpu_count[len(hits), len(misses)]), num_parts)
+    on_cpu = set(misses[:whole])
     lane_of = {e: Lane.VRAM if e in hits else Lane.CPU if e in on_cpu else Lane.LINK for e in experts}
+    if share:
+        lane_of[misses[whole]] = Lane.SPLIT
     return [lane_of[pick] if pick >= 0 else Lane.NONE for pick in picks]
 
 
@@ -38,15 +45,23 @@ def random_case(
 @pytest.mark.parametrize("seed", range(40))
 def test_lanes_equal_the_plain_reading(seed: int) -> None:
     rng = np.random.default_rng(seed)
+    num_split = 0
     for _ in range(20):
+        num_parts = int(rng.choice([1, 5, 16]))
         picks, slots, heat = random_case(rng)
         width = picks.shape[1]
-        drawn = rng.integers(0, width + 1, (width + 1, width + 1), np.int32)
-        table = np.minimum(drawn, np.arange(width + 1, dtype=np.int32)[None, :])  # at most all misses
-        split = split_picks(picks, slots, heat, table)
+        drawn = rng.integers(0, num_parts * width + 1, (width + 1, width + 1), np.int32)
+        misses = np.arange(width + 1, dtype=np.int32)[None, :]
+        table = np.minimum(drawn, num_parts * misses)  # at most all misses
+        split = split_picks(picks, slots, heat, table, num_parts)
+        num_split += int((split.share > 0).sum())
         for layer in range(len(picks)):
-            wanted = plain_layer(picks[layer].tolist(), slots[layer], heat[layer], table)
+            wanted = plain_layer(picks[layer].tolist(), slots[layer], heat[layer], table, num_parts)
             assert split.lanes[layer].tolist() == [int(lane) for lane in wanted]
+            assert (Lane.SPLIT in wanted) == (split.share[layer] > 0)
+            load = split.num_hits[layer] + split.link_load[layer] + split.cpu_load[layer]
+            assert load == pytest.approx(len({pick for pick in picks[layer].tolist() if pick >= 0}))
+    assert num_split > 0
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -77,6 +92,16 @@ def test_coldest_misses_go_to_the_cpu() -> None:
     slots = np.full((1, 4), -1, np.int32)
     two = np.full((5, 5), 2, np.int32)
     assert split_picks(picks, slots, heat, two).lanes.tolist() == [[Lane.LINK, Lane.CPU, Lane.LINK, Lane.CPU]]
+
+
+def test_of_the_links_experts_the_coldest_is_shared() -> None:
+    picks = np.array([[0, 1, 2, 3]], np.int32)
+    heat = np.array([[30, 10, 20, 10]], np.int32)
+    slots = np.full((1, 4), -1, np.int32)
+    split = split_picks(picks, slots, heat, np.full((5, 5), 2 * 16 + 3, np.int32), 16)
+    assert split.lanes.tolist() == [[Lane.LINK, Lane.CPU, Lane.SPLIT, Lane.CPU]]
+    assert (split.num_link.tolist(), split.num_cpu.tolist(), split.share.tolist()) == ([2], [2], [3])
+    assert (split.link_load.tolist(), split.cpu_load.tolist()) == ([2 - 3 / 16], [2 + 3 / 16])
 
 
 def test_order_of_rows_does_not_change_an_experts_lane() -> None:

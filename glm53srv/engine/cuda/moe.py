@@ -147,8 +147,13 @@ def adopt_sparse_layers(model: Any, stock: Any = None, side_stream: Any = None) 
 
 def tables_of(layer: Any) -> LayerTables:
     """Give a loaded layer's pointer tables."""
+    scales = layer.multi_down.ptrs_suh
     return LayerTables(
-        layer.multi_gate.ptrs_trellis, layer.multi_up.ptrs_trellis, layer.multi_down.ptrs_trellis
+        layer.multi_gate.ptrs_trellis,
+        layer.multi_up.ptrs_trellis,
+        layer.multi_down.ptrs_trellis,
+        scales,
+        scales.clone(),
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError, MachineError
 from glm53srv.exl3_matrix import MATRIX_STRUCT
-from glm53srv.kernels import Clamp, Isa, Precision
+from glm53srv.kernels import Clamp, ExpertPart, Isa, Precision
 from glm53srv.native_library import open_library
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.mailbox import Mailbox
@@ -46,19 +46,24 @@ class CrewOptions:
 
 @dataclass(frozen=True, slots=True)
 class CrewStats:
-    """Counts since the start. num_picks: (row, expert) pairs. busy_ms: time spent computing."""
+    """Counts since the start. num_picks: (row, expert) pairs. busy_ms: time spent computing.
+
+    num_experts: distinct ones, summed over jobs; num_whole: the same, with those in part counted by their
+    size.
+    """
 
     num_jobs: int
     num_empty: int
     num_picks: int
     num_experts: int
+    num_whole: float
     busy_ms: float
     num_parks: int
 
     @property
     def ms_per_expert(self) -> float:
         """Mean time of one expert; 0 before the first."""
-        return self.busy_ms / self.num_experts if self.num_experts else 0.0
+        return self.busy_ms / self.num_whole if self.num_whole else 0.0
 
 
 class Crew:
@@ -80,6 +85,7 @@ class Crew:
         self._handle: Any = None
         self._mailbox = mailbox
         self._options = options
+        self._num_blocks = arena.layout.num_blocks
         self._table = _copy_table(arena)
         cpus = ffi.NULL if options.cpus is None else ffi.new("int32_t[]", list(options.cpus))
         config = ffi.new("glm53_crew_config *")
@@ -118,18 +124,26 @@ class Crew:
         self._library.lib.glm53_crew_ring(self._open())
 
     def post(
-        self, layer: int, x: NDArray[np.float32], picks: NDArray[np.int32], weights: NDArray[np.float32]
+        self,
+        layer: int,
+        x: NDArray[np.float32],
+        picks: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        part: ExpertPart | None = None,
     ) -> int:
         """Post the experts of a layer for some rows; gives the job's number.
 
         x: float32 (rows, hidden). picks: int32 (rows, k), an expert of the layer or -1. weights: float32
-        (rows, k). All are copied. Raises ValueError for shapes, EngineError if the mailbox is full.
+        (rows, k). All are copied. part: the expert that is computed in part, from its first block on. Raises
+        ValueError for shapes, EngineError if the mailbox is full.
         """
         shape = self._mailbox.shape
         if x.ndim != 2 or x.shape[1] != shape.hidden or not 1 <= len(x) <= shape.max_rows:
             raise ValueError(f"x {x.shape} does not fit a mailbox of {shape}")
         if picks.shape != weights.shape or picks.ndim != 2 or len(picks) != len(x):
             raise ValueError(f"picks {picks.shape} and weights {weights.shape} do not fit {len(x)} rows")
+        if part is not None and part.begin:
+            raise ValueError(f"the workers compute parts from the first block on, not {part}")
         ffi, lib = self._library.ffi, self._library.lib
         rows = np.ascontiguousarray(x, np.float32)
         chosen = np.ascontiguousarray(picks, np.int32)
@@ -139,6 +153,8 @@ class Crew:
         mail.picks = ffi.cast("int32_t *", chosen.ctypes.data)
         mail.weights = ffi.cast("float *", factors.ctypes.data)
         mail.layer, mail.rows, mail.num_picks = layer, len(rows), chosen.shape[1]
+        if part is not None:
+            mail.part_expert, mail.part_blocks = part.expert, part.end
         seq = ffi.new("uint32_t *")
         status = lib.glm53_crew_post(self._open(), mail, seq)
         if status == lib.GLM53_FULL:
@@ -167,6 +183,7 @@ class Crew:
             num_empty=int(found.num_empty),
             num_picks=int(found.num_picks),
             num_experts=int(found.num_experts),
+            num_whole=int(found.num_blocks) / self._num_blocks,
             busy_ms=int(found.busy_ns) / 1e6,
             num_parks=int(found.num_parks),
         )

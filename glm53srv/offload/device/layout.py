@@ -19,6 +19,12 @@ from glm53srv.model.config import MlpKind, ModelConfig
 from glm53srv.model.tensor_needs import layer_prefix, mlp_needs
 from glm53srv.offload.geometry import ExpertGeometry
 
+BLOCK = 128
+"""Width of a Hadamard block: the least part of an intermediate that can be computed alone."""
+
+MAX_PARTS = 16
+"""Parts that an expert is cut into at most, when two lanes share it; GLM-5.3-Flash has 16 blocks."""
+
 ALIGNMENT = 256
 """Bytes; the GPU kernels need 16, a memory transaction takes 128, and copies like whole ones."""
 
@@ -45,6 +51,16 @@ class RecordLayout:
     intermediate: int
     words: tuple[int, int, int]
     codebook: CodebookName
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the intermediate."""
+        return self.intermediate // BLOCK
+
+    @property
+    def num_parts(self) -> int:
+        """Equal parts of whole blocks, at most MAX_PARTS, that the lanes may share an expert by; 1: none."""
+        return max(parts for parts in range(1, MAX_PARTS + 1) if self.num_blocks % parts == 0)
 
     def features(self, part: Part) -> tuple[int, int]:
         """Give in and out features."""

@@ -14,8 +14,8 @@ from glm53srv.native_library import open_library
 from glm53srv.offload.device.region import Region
 
 HEADER_BYTES = 256
-POSTED, DONE, STATUS, NUM_EXPERTS, ELAPSED_NS = 0, 64, 68, 72, 76
-LAYER, ROWS, NUM_PICKS, X_KIND, PICKS = 128, 132, 136, 140, 256
+POSTED, DONE, STATUS, NUM_EXPERTS, ELAPSED_NS, NUM_BLOCKS = 0, 64, 68, 72, 76, 80
+LAYER, ROWS, NUM_PICKS, X_KIND, PART_EXPERT, PART_BLOCKS, PICKS = 128, 132, 136, 140, 144, 148, 256
 """Bytes from the start of a cell; the header's GLM53_MAIL_* (a test compares them)."""
 
 X_F32, X_F16 = 0, 1
@@ -37,9 +37,13 @@ class MailboxShape:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the crew says about a job besides its sums. elapsed_ms: of the computation."""
+    """What the crew says about a job besides its sums. elapsed_ms: of the computation.
+
+    num_blocks: 128-blocks of its experts' intermediates, fewer than all where one was computed in part.
+    """
 
     num_experts: int
+    num_blocks: int
     elapsed_ms: float
 
 
@@ -75,5 +79,5 @@ class Mailbox:
 
     def answer(self, seq: int) -> Answer:
         """Read what an answered job cost."""
-        words = self.cell(seq)[NUM_EXPERTS : ELAPSED_NS + 4].view(np.uint32)
-        return Answer(int(words[0]), float(words[1]) / 1e6)
+        words = self.cell(seq)[NUM_EXPERTS : NUM_BLOCKS + 4].view(np.uint32)
+        return Answer(int(words[0]), int(words[2]), float(words[1]) / 1e6)

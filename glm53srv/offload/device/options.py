@@ -27,6 +27,7 @@ class OffloadOptions:
     engine moves beside it; None takes what the measured rate allows, and then runs do not repeat.
     calibrate_s: time that measuring the costs may take at start; 0 takes the defaults. cpu_prefill_tokens:
     longest chunk of a prompt of which the CPU computes a part, on a GPU in fast mode; 0 for none.
+    splits_experts: one expert of a decode layer may be shared between link and CPU, in fast mode.
     """
 
     crew_threads: int = 1
@@ -42,6 +43,7 @@ class OffloadOptions:
     deadline_ms: int = 1500
     calibrate_s: float = 1.0
     cpu_prefill_tokens: int = 0
+    splits_experts: bool = True
     heat: HeatOptions = field(default_factory=HeatOptions)
 
     def min_picks(self, num_experts: int) -> int:

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError
-from glm53srv.kernels import Clamp, ExpertTable
+from glm53srv.kernels import Clamp, ExpertPart, ExpertTable
 from glm53srv.model.checkpoint import Checkpoint
 from glm53srv.model.config import ModelConfig
 from glm53srv.model.linear import BATCH_INVARIANT_ROWS, KernelContext, to_matrix
 from glm53srv.model.ops import F32
 from glm53srv.model.tensor_needs import layer_prefix, mlp_needs
 from glm53srv.offload.calibrate import Calibration, assume, calibrate, describe
-from glm53srv.offload.cost import default_costs
+from glm53srv.offload.cost import Parts, default_costs
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.counts import Counts
@@ -103,7 +103,9 @@ class SimulatedOffload:
         try:
             calibration = self._calibrate()
             max_picks = self._rows * geometry.top_k
-            self._ledger = CostLedger(calibration, options.costs, max_picks, options.mode)
+            # Nothing lands here: what comes over the link is read where it lies, and any of it can be shared.
+            parts = Parts(arena.layout.num_parts, max_picks if options.splits_experts else 0)
+            self._ledger = CostLedger(calibration, options.costs, max_picks, options.mode, parts)
             self._fill_cache()
             self._report = self._describe()
         except BaseException:
@@ -218,25 +220,39 @@ class SimulatedOffload:
         """Run one layer of a decode step; picks (rows, top_k + 1), the last is the shared expert."""
         routed = picks[:, :-1]
         one = slice(layer, layer + 1)
-        split = split_picks(routed.reshape(1, -1), step.table[one], step.heat[one], step.cpu_count)
+        parts = self.arena.layout.num_parts
+        split = split_picks(routed.reshape(1, -1), step.table[one], step.heat[one], step.cpu_count, parts)
         step.log[layer] = routed.reshape(-1)
         self._keep(step, layer, split)
         self._counts.num_vram += int(split.num_hits[0])
         self._counts.num_link += int(split.num_link[0])
         self._counts.num_cpu += int(split.num_cpu[0])
+        self._counts.num_split += int(split.share[0] > 0)
         self._counts.num_picks += routed.size
         self._counts.num_hit_picks += int((split.lanes[0] == Lane.VRAM).sum())
         is_cpu = (split.lanes[0] == Lane.CPU).reshape(routed.shape)
-        if not is_cpu.any():
+        is_split = (split.lanes[0] == Lane.SPLIT).reshape(routed.shape)
+        if not (is_cpu | is_split).any():
             return self._launch(step, layer, table, x, picks, weights, split)
-        seq = self._crew.post(layer, x, np.where(is_cpu, routed, np.int32(-1)), weights[:, :-1])
+        on_cpu, on_gpu = self._parts(routed[is_split], split)
+        posted = np.where(is_cpu | is_split, routed, np.int32(-1))
+        seq = self._crew.post(layer, x, posted, weights[:, :-1], on_cpu)
         others = picks.copy()
         others[:, :-1][is_cpu] = -1
-        y = self._launch(step, layer, table, x, others, weights, split)
+        y = self._launch(step, layer, table, x, others, weights, split, on_gpu)
         y += self._crew.wait(seq, len(x))
         answer = self._mailbox.answer(seq)
-        self._ledger.observe_cpu([(answer.num_experts, answer.elapsed_ms + self._hand_over_ms)])
+        num_experts = answer.num_blocks / self.arena.layout.num_blocks
+        self._ledger.observe_cpu([(num_experts, answer.elapsed_ms + self._hand_over_ms)])
         return y
+
+    def _parts(self, shared: NDArray[np.int32], split: Split) -> tuple[ExpertPart | None, ExpertPart | None]:
+        """Give what CPU and GPU compute of the shared expert; shared: its picks, all of one expert."""
+        if not shared.size:
+            return None, None
+        num_blocks = self.arena.layout.num_blocks
+        cut = int(split.share[0]) * num_blocks // split.num_parts
+        return ExpertPart(int(shared[0]), 0, cut), ExpertPart(int(shared[0]), cut, num_blocks)
 
     def _keep(self, step: DecodeStep, layer: int, split: Split) -> None:
         """Let experts of the link take what is offered; they are then read from their slots."""
@@ -271,6 +287,7 @@ class SimulatedOffload:
         picks: NDArray[np.int32],
         weights: F32,
         split: Split,
+        part: ExpertPart | None = None,
     ) -> F32:
         """Compute the GPU's part of a decode layer, and learn what it takes.
 
@@ -278,9 +295,12 @@ class SimulatedOffload:
         hit.
         """
         begin_s = self._clock()
-        y = self._compute(layer, table, step.table[layer], x, picks, weights)
+        y = self._compute(layer, table, step.table[layer], x, picks, weights, part)
         elapsed_ms = (self._clock() - begin_s) * 1e3
-        self._ledger.observe_gpu([(int(split.num_hits[0]) + 1, int(split.num_link[0]), elapsed_ms)])
+        zeros = float(split.share[0]) / split.num_parts  # computed with the rest, though the CPU's
+        self._ledger.observe_gpu(
+            [(float(split.num_hits[0]) + 1 + zeros, float(split.link_load[0]), elapsed_ms)]
+        )
         return y
 
     def _compute(
@@ -291,13 +311,14 @@ class SimulatedOffload:
         x: F32,
         picks: NDArray[np.int32],
         weights: F32,
+        part: ExpertPart | None = None,
     ) -> F32:
         """Do what the GPU's kernels do: read every picked expert through the pointer table."""
         layout = self.arena.layout
         pointed = table.moved(self._store.addresses(layer, slots), layout.offsets)
         context = self._context
         return context.pool.experts(
-            x, pointed, picks, weights, self._config.swiglu_limit, precision=context.precision
+            x, pointed, picks, weights, self._config.swiglu_limit, precision=context.precision, part=part
         )
 
     def _advance(self, max_admissions: int) -> int:

@@ -80,11 +80,18 @@ class SimulatedDevice:
         return self._table.copy()
 
     def begin_step(
-        self, picks: NDArray[np.integer], heat: NDArray[np.int32], cpu_count: NDArray[np.int32]
+        self,
+        picks: NDArray[np.integer],
+        heat: NDArray[np.int32],
+        cpu_count: NDArray[np.int32],
+        num_parts: int = 1,
     ) -> Split:
-        """Start a decode step over picks, integer (layers, P); return its lanes (the routing log)."""
+        """Start a decode step over picks, integer (layers, P); return its lanes (the routing log).
+
+        cpu_count, num_parts: as split.split_picks takes them.
+        """
         table = self._true_table.copy()
-        split = split_picks(picks, table, heat, cpu_count)
+        split = split_picks(picks, table, heat, cpu_count, num_parts)
         kept = np.full(picks.shape, -1, np.int32)
         if self._offers is not None:
             keeping = keep_picks(picks, split, table, heat, self._offers, self._head)
@@ -143,7 +150,9 @@ class SimulatedDevice:
         self.check_reads(layer, expert, step.table[layer, expert])
         self._keep(step)
         self._change()
-        time = self._timer.step(split.num_hits, split.num_link, split.num_cpu, num_streams, self._queue_bytes)
+        time = self._timer.step(
+            split.num_hits, split.link_load, split.cpu_load, num_streams, self._queue_bytes
+        )
         self.now_ms += time.total_ms
         self._move(time.copied_bytes)
         return time

@@ -38,10 +38,13 @@ class OffloadReplay:
         device: SimulatedDevice,
         budget: CopyBudget,
         cpu_count: NDArray[np.int32],
+        num_parts: int = 1,
     ) -> None:
+        """cpu_count, num_parts: as split.split_picks takes them."""
         self.policy = policy
         self.device = device
         self.cpu_count = cpu_count
+        self.num_parts = num_parts
         self.budget = budget
         self._log: tuple[NDArray[np.integer], NDArray[np.int32]] | None = None
         self._last_ms = 0.0
@@ -58,7 +61,8 @@ class OffloadReplay:
 
     def step(self, picks: NDArray[np.integer], num_streams: int) -> ReplayedStep:
         """Run one step: picks integer (layers, rows * top_k)."""
-        split = self.device.begin_step(picks, self.policy.heat_table(), self.cpu_count)
+        heat = self.policy.heat_table()
+        split = self.device.begin_step(picks, heat, self.cpu_count, self.num_parts)
         self._learn()
         granted = self.budget.grant(self._last_ms)
         update = self.policy.advance(self.device.take_landed(), granted)

@@ -15,6 +15,7 @@ with that rate.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,12 +58,13 @@ class StepTimer:
     def step(
         self,
         num_hits: NDArray[np.integer],
-        num_link: NDArray[np.integer],
-        num_cpu: NDArray[np.integer],
+        num_link: NDArray[np.integer | np.floating],
+        num_cpu: NDArray[np.integer | np.floating],
         num_streams: int,
         queued_bytes: float,
     ) -> StepTime:
-        """Time a decode step: counts of distinct experts per lane, one entry per layer.
+        """Time a decode step: counts of distinct experts per lane, one entry per layer; a fraction is a part
+        of one, which the GPU computes whole.
 
         queued_bytes: what the copy engine still has to move when the step begins.
         """
@@ -87,11 +89,11 @@ class StepTimer:
             cpu_bytes=float(num_cpu.sum()) * size,
         )
 
-    def _lanes(self, hits: int, link: int, cpu: int, queue: float) -> tuple[float, float, float]:
+    def _lanes(self, hits: int, link: float, cpu: float, queue: float) -> tuple[float, float, float]:
         """Run both lanes of one layer: (GPU end, CPU end, bytes queued after both), ms from their start."""
         to_read, to_compute = float(link * self.expert_bytes), float(cpu * self.expert_bytes)
         cpu_starts = self.profile.cpu_fixed_ms
-        computed = hits + link if self.profile.is_gathered else hits
+        computed = hits + (math.ceil(link) if self.profile.is_gathered else math.ceil(link) - link)
         vram_ms = computed * self.profile.vram_expert_ms
         now = gpu_end = cpu_end = 0.0
         while to_read > _EPSILON or vram_ms > _EPSILON or to_compute > _EPSILON:

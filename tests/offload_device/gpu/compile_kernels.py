@@ -5,6 +5,7 @@ python -m tests.offload_device.gpu.compile_kernels 86
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -14,9 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
-from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, gather_experts
+from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, NO_CUT, CopyShape, gather_experts
 from glm53srv.offload.device.gpu.guess_kernel import (
     INPUTS,
     SCORED,
@@ -26,9 +28,11 @@ from glm53srv.offload.device.gpu.guess_kernel import (
 )
 from glm53srv.offload.device.gpu.host_reader import BLOCK as FETCH_BLOCK
 from glm53srv.offload.device.gpu.host_reader import fetch_words
+from glm53srv.offload.device.gpu.launch import UNIT_BYTES, WORD_BYTES, cut_of
 from glm53srv.offload.device.gpu.plan_kernel import plan_layer, point_layer
 from glm53srv.offload.device.gpu.table_kernel import BLOCK as TABLE_BLOCK
 from glm53srv.offload.device.gpu.table_kernel import apply_update
+from glm53srv.offload.device.layout import RecordLayout
 
 RECORD = {"record_bytes": 9_437_184, "up_offset": 3_145_728, "down_offset": 6_291_456}
 TABLES = {"gate_table": "*i64", "up_table": "*i64", "down_table": "*i64"}
@@ -42,12 +46,16 @@ PLAN = {
     "cpu_count": "*i32",
     "slot_addresses": "*i64",
     **TABLES,
+    "scale_table": "*i64",
+    "own_scales": "*i64",
     "log_picks": "*i32",
     "log_lanes": "*i8",
     "counts": "*i32",
     "gather_sources": "*i64",
     "gather_targets": "*i64",
     "gather_count": "*i32",
+    "gather_skips": "*i32",
+    "gather_mask": "*i64",
     "offers": "*i32",
     "offer_head": "*i32",
     "log_kept": "*i32",
@@ -62,6 +70,7 @@ PLAN = {
     "home": "i64",
     "landing": "i64",
     "num_landing": "i32",
+    "masked_scales": "i64",
     "ring": "i64",
     "layer": "i32",
     "rows": "i32",
@@ -78,7 +87,30 @@ PLAN_CONSTANTS = {
     "hidden": 4096,
     "top_k": 8,
     "width": 32,
+    "num_parts": 16,
+    "part_blocks": 1,
 }
+
+LAYOUT = RecordLayout(4096, 2048, (48, 48, 48), CodebookName.MUL1)
+GATHER = {
+    "sources": "*i64",
+    "targets": "*i64",
+    "count": "*i32",
+    "skips": "*i32",
+    "scales": "*fp16",
+    "mask": "*i64",
+}
+GATHER_CONSTANTS = {
+    "words": LAYOUT.record_bytes // 8,
+    "num_scales": LAYOUT.intermediate,
+    "unit_words": UNIT_BYTES // WORD_BYTES,
+}
+
+
+def shape_of(shape: CopyShape) -> dict[str, int]:
+    """Give a copy's constants; the compiler takes its warps elsewhere."""
+    return {"num_programs": shape.programs, "items": shape.items}
+
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "plan_layer fast": (
@@ -137,7 +169,15 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     ),
     "point_layer": (
         point_layer,
-        {"slots": "*i32", "slot_addresses": "*i64", **TABLES, "home": "i64", "num_experts": "i32"},
+        {
+            "slots": "*i32",
+            "slot_addresses": "*i64",
+            **TABLES,
+            "scale_table": "*i64",
+            "own_scales": "*i64",
+            "home": "i64",
+            "num_experts": "i32",
+        },
         {**RECORD, "width": 128},
     ),
     "apply_update": (
@@ -154,15 +194,20 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         },
         {"block": TABLE_BLOCK},
     ),
-    "gather_experts": (
+    "gather_experts whole": (
         gather_experts,
-        {"sources": "*i64", "targets": "*i64", "count": "*i32"},
-        {"words": RECORD["record_bytes"] // 8, "num_programs": ALONE.programs, "items": ALONE.items},
+        GATHER,
+        {**GATHER_CONSTANTS, **shape_of(ALONE), **dataclasses.asdict(NO_CUT), "is_cut": False},
+    ),
+    "gather_experts in part": (
+        gather_experts,
+        GATHER,
+        {**GATHER_CONSTANTS, **shape_of(ALONE), **dataclasses.asdict(cut_of(LAYOUT)), "is_cut": True},
     ),
     "gather_experts beside": (
         gather_experts,
-        {"sources": "*i64", "targets": "*i64", "count": "*i32"},
-        {"words": RECORD["record_bytes"] // 8, "num_programs": BESIDE.programs, "items": BESIDE.items},
+        GATHER,
+        {**GATHER_CONSTANTS, **shape_of(BESIDE), **dataclasses.asdict(NO_CUT), "is_cut": False},
     ),
     "fetch_words": (
         fetch_words,

@@ -13,7 +13,7 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
-from glm53srv.offload.device.gpu.launch import MailRing, PlanInputs, PlanOutputs, make_landing
+from glm53srv.offload.device.gpu.launch import COUNT_WORDS, MailRing, PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.offers import NUM_WORDS
 
@@ -39,6 +39,7 @@ def run_layer(arena: ExpertArena, layer: int, ring: MailRing, rng: np.random.Gen
         slots=torch.full((experts,), -1, dtype=torch.int32),
         heat=torch.zeros(experts, dtype=torch.int32),
         cpu_count=torch.arange(top_k + 1, dtype=torch.int32).repeat(top_k + 1, 1),  # every miss
+        own_scales=torch.zeros(experts, dtype=torch.int64),
         slot_addresses=torch.zeros(1, dtype=torch.int64),
         offers=torch.zeros(NUM_WORDS, dtype=torch.int32),
         offer_head=torch.zeros(1, dtype=torch.int32),
@@ -47,15 +48,18 @@ def run_layer(arena: ExpertArena, layer: int, ring: MailRing, rng: np.random.Gen
         record_bytes=arena.layout.record_bytes,
         up_offset=arena.layout.offsets[1],
         down_offset=arena.layout.offsets[2],
+        num_parts=1,
+        part_blocks=arena.layout.num_blocks,
     )
-    gate, up, down = (torch.zeros(experts, dtype=torch.int64) for _ in range(3))
+    gate, up, down, scales = (torch.zeros(experts, dtype=torch.int64) for _ in range(4))
     log, lanes = torch.zeros(top_k, dtype=torch.int32), torch.zeros(top_k, dtype=torch.int8)
-    counts = torch.zeros(3, dtype=torch.int32)
+    counts = torch.zeros(COUNT_WORDS, dtype=torch.int32)
     landing = make_landing(torch.zeros((0, arena.layout.record_bytes), dtype=torch.uint8))
-    launch_plan(inputs, PlanOutputs(gate, up, down, log, lanes, torch.zeros_like(log), counts), landing, ring)
+    outputs = PlanOutputs(gate, up, down, scales, log, lanes, torch.zeros_like(log), counts)
+    launch_plan(inputs, outputs, landing, ring)
     out = torch.zeros(1, hidden)
     launch_combine(out, counts, layer, ring)  # waits for the job of this number
-    assert counts.tolist() == [0, 0, top_k]
+    assert counts.tolist() == [0, 0, top_k, 0, 0, 0, 0, 0]
     assert bool(out.any())
 
 

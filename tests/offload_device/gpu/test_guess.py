@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores
-from glm53srv.offload.device.gpu.launch import Landing, RouterWeights
+from glm53srv.offload.device.gpu.launch import RouterWeights, make_landing
 from glm53srv.offload.look_ahead import choose_guesses, list_guesses
 from glm53srv.offload.offers import ABSENT, BARRED
 
@@ -57,7 +59,10 @@ def test_the_choice_equals_the_rule(seed: int) -> None:
     slots = rng.choice([ABSENT, BARRED, 0, 5], experts, p=[0.4, 0.1, 0.2, 0.3]).astype(np.int32)
     sources, targets, chosen = torch.full((3, 4), 7, dtype=torch.int64)
     count = torch.full((1,), 99, dtype=torch.int32)
-    fetches = Landing(BUFFER, num_ahead, sources, targets, count)
+    unused = make_landing(torch.zeros((4, RECORD), dtype=torch.uint8))
+    fetches = replace(
+        unused, address=BUFFER, num_experts=num_ahead, sources=sources, targets=targets, count=count
+    )
     given = np.concatenate([lists, np.zeros((4 - rows, top_k), np.int64)])
     launch_choice(torch.from_numpy(given), rows, torch.from_numpy(slots), HOME, RECORD, fetches, chosen)
     expected = choose_guesses(lists, slots, num_ahead)

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, CopyShape, launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
+from glm53srv.offload.device.gpu.host_log import StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import launch_fetch
-from glm53srv.offload.device.gpu.launch import MailRing, make_landing
+from glm53srv.offload.device.gpu.launch import MailRing, cut_of, make_landing
 from glm53srv.offload.device.gpu.table_kernel import launch_update
+from glm53srv.offload.device.layout import Part, RecordLayout
 from glm53srv.offload.device.mailbox import DONE, Mailbox, MailboxShape
 from glm53srv.offload.device.region import Region
 from glm53srv.offload.offers import ABSENT
@@ -73,8 +76,51 @@ def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int, sh
     landing.sources[:num_copies] = torch.from_numpy(source.address + keys.astype(np.int64) * stride)
     landing.targets[:num_copies] = torch.from_numpy(target.address + slots.astype(np.int64) * stride)
     landing.count.fill_(num_copies)
-    launch_gather(landing, num_bytes, shape)
+    launch_gather(landing, num_bytes, shape=shape)
     np.testing.assert_array_equal(target.array(), expected)
+
+
+@pytest.mark.parametrize("words", [(48, 48, 48), (16, 24, 128), (40, 56, 8 * 7)])
+@pytest.mark.parametrize(("hidden", "blocks"), [(128, 2), (256, 5), (384, 16)])
+def test_of_a_shared_expert_only_the_rest_is_copied(
+    words: tuple[int, int, int], hidden: int, blocks: int
+) -> None:
+    layout = RecordLayout(hidden, 128 * blocks, words, CodebookName.MUL1)
+    size, rng = layout.record_bytes, np.random.default_rng(blocks)
+    source, target = Region(3 * size), Region(3 * size)
+    source.array()[:] = rng.integers(0, 256, source.num_bytes, dtype=np.uint8)
+    target.array()[:] = 0xEE
+    own = torch.from_numpy(rng.uniform(0.5, 1.0, layout.intermediate).astype(np.float16))
+    skips = [0, int(rng.integers(1, blocks)), 0]
+    landing = make_landing(torch.zeros((3, 16), dtype=torch.uint8), layout.intermediate)
+    landing.scales.fill_(torch.nan)
+    for index, skip in enumerate(skips):
+        landing.sources[index] = source.address + index * size
+        landing.targets[index] = target.address + index * size
+        landing.skips[index] = skip
+    landing.mask[0], landing.mask[1] = own.data_ptr(), skips[1]
+    landing.count.fill_(3)
+    launch_gather(landing, size, cut_of(layout))
+    expected = source.array().reshape(3, -1).copy()
+    for part in Part:  # a block is 8 tiles: columns of gate and up, rows of down
+        begin = layout.offset(part)
+        matrix = (
+            expected[1, begin : begin + layout.num_bytes(part)].view(np.int16).reshape(layout.shape(part))
+        )
+        left_out = 8 * skips[1]
+        (matrix[:left_out] if part is Part.DOWN else matrix[:, :left_out])[:] = np.int16(-4370)  # 0xEEEE
+    np.testing.assert_array_equal(target.array().reshape(3, -1), expected)
+    masked = own.clone()
+    masked[: 128 * skips[1]] = 0
+    assert torch.equal(landing.scales, masked)
+
+
+def test_without_a_shared_expert_no_scales_are_written() -> None:
+    layout = RecordLayout(128, 256, (48, 48, 48), CodebookName.MUL1)
+    landing = make_landing(torch.zeros((1, layout.record_bytes), dtype=torch.uint8), layout.intermediate)
+    landing.scales.fill_(3.0)
+    launch_gather(landing, layout.record_bytes, cut_of(layout))
+    assert bool((landing.scales == 3.0).all())
 
 
 @pytest.mark.parametrize("num_bytes", [4, 4092, 4096, 4100, 40_000])
@@ -116,12 +162,13 @@ def answered(partial: np.ndarray, layer: int) -> tuple[MailRing, Mailbox]:
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 128), (1, 4096), (4, 4096), (3, 640)])
-def test_combining_adds_each_float_once(rows: int, hidden: int) -> None:
+@pytest.mark.parametrize("counts", [[1, 2, 3, 0, 0, 0, 0], [1, 2, 0, 0, 0, 0, 5]])
+def test_combining_adds_each_float_once(rows: int, hidden: int, counts: list[int]) -> None:
     rng = np.random.default_rng(rows * hidden)
     out, partial = (rng.normal(size=(rows, hidden)).astype(np.float32) for _ in range(2))
     total = torch.from_numpy(out.copy())
     ring, _mailbox = answered(partial, 2)
-    launch_combine(total, int32(np.array([1, 2, 3])), 2, ring)
+    launch_combine(total, int32(np.array(counts)), 2, ring)
     np.testing.assert_array_equal(total.numpy(), out + partial)
 
 
@@ -129,5 +176,15 @@ def test_an_empty_job_is_waited_for_and_not_read() -> None:
     out = np.ones((2, 256), np.float32)
     total = torch.from_numpy(out.copy())
     ring, _mailbox = answered(np.full((2, 256), np.nan, np.float32), 1)
-    launch_combine(total, int32(np.array([8, 0, 0])), 1, ring)
+    launch_combine(total, int32(np.array([8, 0, 0, 0, 0, 0, 0])), 1, ring)
     np.testing.assert_array_equal(total.numpy(), out)
+
+
+def test_times_of_a_shared_expert_count_it_on_both_sides() -> None:
+    # words: VRAM, link, CPU, then posted, arrived and answered in ns, then blocks on the CPU
+    counts = np.array([[3, 2, 1, 100, 900_100, 950_100, 4], [0, 1, 0, 0, 0, 0, 0]], np.int32)
+    nothing = np.empty((2, 0), np.int32)
+    guesses = np.array([[2, 1], [1, 0]], np.int32)
+    times = read_stamps(StepLog(nothing, nothing, nothing.astype(np.int8), counts, guesses), num_blocks=16)
+    assert times.gpu_lanes == [(4.25, 0.75, 0.9)]  # the one that was fetched ahead counts as a hit
+    assert times.wait_ms.tolist() == [0.05]

@@ -127,11 +127,12 @@ class Stack:
         schedule, ahead = self.schedule, self.ahead
         schedule.layer = layer
         experts, top_k = len(self.slots[layer]), picks.shape[1]
-        tables = [torch.zeros(experts, dtype=torch.int64) for _ in range(3)]
+        tables = [torch.zeros(experts, dtype=torch.int64) for _ in range(4)]
         words = [torch.zeros(picks.size, dtype=torch.int32) for _ in range(2)]
         lanes = torch.zeros(picks.size, dtype=torch.int8)
         counts = torch.zeros(COUNT_WORDS, dtype=torch.int32)
-        outputs = PlanOutputs(tables[0], tables[1], tables[2], words[0], lanes, words[1], counts)
+        gate, up, down, scales = tables
+        outputs = PlanOutputs(gate, up, down, scales, words[0], lanes, words[1], counts)
         layout = self.arena.layout
         inputs = PlanInputs(
             picks=torch.from_numpy(picks.copy()),
@@ -148,6 +149,9 @@ class Stack:
             record_bytes=layout.record_bytes,
             up_offset=layout.offsets[1],
             down_offset=layout.offsets[2],
+            own_scales=torch.zeros(experts, dtype=torch.int64),
+            num_parts=layout.num_parts,
+            part_blocks=layout.num_blocks // layout.num_parts,
         )
         launch_plan(inputs, outputs, self.landing, None, ahead.ahead_of(layer))
         schedule.run(schedule.main, f"plan {layer}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from glm53srv.offload.cost import CostModel, cpu_count_table
+from glm53srv.offload.cost import CostModel, Parts, cpu_count_table
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
 from glm53srv.offload.device.gpu.launch import (
+    COUNT_WORDS,
     Ahead,
     Landing,
     PlanInputs,
@@ -25,7 +26,8 @@ from glm53srv.offload.offers import ABSENT, BARRED, RING_SLOTS, Keeping, Offers,
 from glm53srv.offload.split import Lane, Split, split_picks
 
 HIDDEN, RECORD, UP, DOWN, HOME, LANDING = 256, 36_864, 12_288, 24_576, 0x7000_0000_0000, 0x6000_0000_0000
-AHEAD = 0x5000_0000_0000
+AHEAD = 0x4000_0000_0000
+SCALES, SCALES_BYTES, PART_BLOCKS = 0x5000_0000_0000, 4096, 3
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Case:
     offers: Offers
     head: int
     fetched: np.ndarray | None  # ahead of the layer, in order; None for a layer that is not guessed
+    num_parts: int
 
     @property
     def num_picks(self) -> int:
@@ -54,7 +57,7 @@ class Case:
     def split(self) -> Split:
         picks = self.picks.reshape(1, -1)
         fetched = None if self.fetched is None else self.fetched[None]
-        return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count, fetched)
+        return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count, self.num_parts, fetched)
 
     def keeping(self) -> Keeping:
         """What the rule of offers says."""
@@ -72,6 +75,7 @@ class Case:
             slots=copy(self.slots),
             heat=copy(self.heat),
             cpu_count=copy(self.cpu_count),
+            own_scales=torch.from_numpy(self.own_scales()),
             slot_addresses=copy(self.slot_addresses),
             offers=torch.from_numpy(self.offers.words()),
             offer_head=torch.full((1,), self.head, dtype=torch.int32),
@@ -80,7 +84,12 @@ class Case:
             record_bytes=RECORD,
             up_offset=UP,
             down_offset=DOWN,
+            num_parts=self.num_parts,
+            part_blocks=PART_BLOCKS,
         )
+
+    def own_scales(self) -> np.ndarray:
+        return SCALES + SCALES_BYTES * np.arange(len(self.slots), dtype=np.int64)
 
     def outputs(self) -> PlanOutputs:
         experts = len(self.slots)
@@ -88,16 +97,27 @@ class Case:
             gate_table=torch.full((experts,), 7, dtype=torch.int64),
             up_table=torch.full((experts,), 7, dtype=torch.int64),
             down_table=torch.full((experts,), 7, dtype=torch.int64),
+            scale_table=torch.full((experts,), 7, dtype=torch.int64),
             log_picks=torch.full((self.num_picks,), 99, dtype=torch.int32),
             log_lanes=torch.full((self.num_picks,), 99, dtype=torch.int8),
             log_kept=torch.full((self.num_picks,), 99, dtype=torch.int32),
-            counts=torch.full((3,), 99, dtype=torch.int32),
+            counts=torch.full((COUNT_WORDS,), 99, dtype=torch.int32),
         )
 
 
 def landing_for(case: Case) -> Landing:
-    sources, targets = torch.full((2, max(1, case.num_landing)), 7, dtype=torch.int64)
-    return Landing(LANDING, case.num_landing, sources, targets, torch.full((1,), 99, dtype=torch.int32))
+    width = max(1, case.num_landing)
+    sources, targets = torch.full((2, width), 7, dtype=torch.int64)
+    return Landing(
+        LANDING,
+        case.num_landing,
+        sources,
+        targets,
+        count=torch.full((1,), 99, dtype=torch.int32),
+        skips=torch.full((width,), 99, dtype=torch.int32),
+        scales=torch.zeros(8, dtype=torch.float16),
+        mask=torch.full((2,), 99, dtype=torch.int64),
+    )
 
 
 def ahead_for(case: Case) -> Ahead | None:
@@ -108,8 +128,11 @@ def ahead_for(case: Case) -> Ahead | None:
     experts[: len(case.fetched)] = torch.from_numpy(case.fetched)
     sources, targets = torch.full((2, MAX_AHEAD), 7, dtype=torch.int64)
     count = torch.full((1,), len(case.fetched), dtype=torch.int32)
-    fetches = Landing(AHEAD, MAX_AHEAD, sources, targets, count)
-    keeps = Landing(AHEAD, MAX_AHEAD, sources.clone(), targets.clone(), torch.full_like(count, 99))
+    unused = landing_for(case)
+    fetches = replace(unused, address=AHEAD, sources=sources, targets=targets, count=count)
+    fetches = replace(fetches, num_experts=MAX_AHEAD)
+    others = (sources.clone(), targets.clone(), torch.full_like(count, 99))
+    keeps = replace(fetches, sources=others[0], targets=others[1], count=others[2])
     return Ahead(experts, fetches, keeps, torch.full((2,), 99, dtype=torch.int32))
 
 
@@ -135,8 +158,11 @@ def random_case(rng: np.random.Generator) -> Case:
     ).astype(np.int32)
     slots[(slots < 0) & (rng.random(num_experts) < 0.3)] = BARRED
     heat = rng.integers(0, rng.choice([2, 5, 2**31 - 1]), num_experts).astype(np.int32)  # ties are common
-    costs = CostModel(*rng.uniform(0.01, 1.0, 4).tolist())
+    costs = CostModel(*rng.uniform([0.0, 0.05, 0.05, 0.0], [0.4, 1.0, 1.0, 0.2]).tolist())
     mode = rng.choice(["fast", "fast", "fast", "exact"])
+    num_landing = int(rng.choice([0, 1, 2, 3, 5, 32, 32, 32, 32]))
+    parts = Parts(int(rng.choice([1, 5, 16, 16])))
+    parts = replace(parts, num_landing=int(rng.choice([0, num_landing, num_landing])))
     return Case(
         rows,
         top_k,
@@ -146,11 +172,12 @@ def random_case(rng: np.random.Generator) -> Case:
         rng.normal(size=(rows, HIDDEN)).astype(np.float16),
         slots,
         heat,
-        cpu_count_table(costs, 4 * 8, mode),
+        cpu_count_table(costs, 4 * 8, mode, parts),
         rng.integers(2**40, 2**46, num_slots).astype(np.int64) * 256,
-        int(rng.integers(0, 6)),
+        num_landing,
         *random_offers(rng, num_slots, heat),
         random_fetches(rng, picks, slots),
+        parts.num_parts,
     )
 
 
@@ -180,14 +207,16 @@ def check_case(
     np.testing.assert_array_equal(outputs.log_picks.numpy(), flat)
     np.testing.assert_array_equal(outputs.log_lanes.numpy(), lanes)
     np.testing.assert_array_equal(
-        outputs.counts.numpy(), [split.num_hits[0], split.num_link[0], split.num_cpu[0]]
+        outputs.counts.numpy()[[0, 1, 2, 6]],
+        [split.num_hits[0], split.num_link[0], split.num_cpu[0], split.share[0] * PART_BLOCKS],
     )
     masked = np.where((lanes == Lane.CPU).reshape(case.picks.shape), np.float16(0), case.weights)
     np.testing.assert_array_equal(weights.numpy(), masked)
     fetched = [] if case.fetched is None else case.fetched.tolist()
     right = [expert for expert in fetched if expert in flat]
     assert sorted(flat[split.is_ahead[0]].tolist()) == sorted(right)
-    over_link = flat[split.standing[0] & (lanes == Lane.LINK) & ~split.is_ahead[0]].tolist()
+    is_copied = split.standing[0] & np.isin(lanes, (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
+    over_link = flat[is_copied].tolist()
     landed = over_link[: case.num_landing]  # in the order of their first picks
     count = int(landing.count)
     assert count == len(landed)
@@ -227,11 +256,34 @@ def check_ahead(case: Case, ahead: Ahead, split: Split, kept: np.ndarray) -> Non
     assert (ahead.fetches.sources == 7).all()  # no business of the plan's
 
 
+def check_sharing(case: Case, outputs: PlanOutputs, landing: Landing, split: Split) -> None:
+    """Compare what a shared expert changes: its copy, its scales, and those of the other picks."""
+    flat, blocks = case.picks.reshape(-1), int(split.share[0]) * PART_BLOCKS
+    is_copied = split.standing[0] & np.isin(split.lanes[0], (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
+    over_link = flat[is_copied].tolist()
+    shared = {int(expert) for expert in flat[split.lanes[0] == Lane.SPLIT]}
+    assert len(shared) == (blocks > 0)
+    count = int(landing.count)
+    wanted = [blocks if expert in shared else 0 for expert in over_link[: case.num_landing]]
+    assert landing.skips[:count].tolist() == wanted
+    if shared:
+        assert shared <= set(over_link[: case.num_landing])  # the table shares nothing that does not land
+    own = case.own_scales()
+    assert landing.mask.tolist() == [sum(int(own[expert]) for expert in shared), blocks]
+    expected = np.full(len(case.slots), 7, np.int64)
+    for expert in np.unique(flat[flat >= 0]):
+        expected[expert] = landing.scales.data_ptr() if expert in shared else own[expert]
+    np.testing.assert_array_equal(outputs.scale_table.numpy(), expected)
+
+
 def check_mail(case: Case, mailbox: Mailbox, seq: int, split: Split) -> None:
     cell = mailbox.cell(seq)
-    is_cpu = split.lanes[0] == Lane.CPU
-    layer, rows, num_picks, x_kind = cell[LAYER : LAYER + 16].view(np.int32).tolist()
+    is_cpu = np.isin(split.lanes[0], (Lane.CPU, Lane.SPLIT))
+    layer, rows, num_picks, x_kind, shared, blocks = cell[LAYER : LAYER + 24].view(np.int32).tolist()
     assert (layer, num_picks, x_kind) == (case.layer, case.top_k, 1)
+    assert blocks == split.share[0] * PART_BLOCKS
+    if blocks:
+        assert set(case.picks.reshape(-1)[split.lanes[0] == Lane.SPLIT]) == {shared}
     assert rows == (case.rows if is_cpu.any() else 0)
     flat = case.picks.reshape(-1)
     picks = cell[PICKS : PICKS + 4 * case.num_picks].view(np.int32)
@@ -252,7 +304,7 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
     rng = np.random.default_rng(seed)
     mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=2**32 - 100))
     ring = make_ring(mailbox, "cpu")
-    num_on_cpu = num_kept = num_ahead = num_kept_ahead = 0
+    num_on_cpu = num_kept = num_split = num_ahead = num_kept_ahead = 0
     for number in range(400):
         case, seq = random_case(rng), (2**32 - 100 + number) % 2**32
         inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
@@ -260,7 +312,9 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
         ring.first_seq.fill_(int32_bits(seq - case.layer))
         launch_plan(inputs, outputs, landing, ring, ahead)
         split = check_case(case, inputs, outputs, landing, ahead)
+        check_sharing(case, outputs, landing, split)
         check_mail(case, mailbox, seq, split)
+        num_split += int(split.share[0] > 0)
         num_on_cpu += int(split.num_cpu[0])
         num_kept += int((outputs.log_kept >= 0).sum())
         num_ahead += int(split.is_ahead.sum())
@@ -269,6 +323,7 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
     assert num_kept > 50
     assert num_ahead > 100
     assert num_kept_ahead > 10
+    assert num_split > 30
 
 
 def test_exact_mode_needs_no_mailbox() -> None:
@@ -294,10 +349,13 @@ def test_pointing_fills_the_whole_table(num_experts: int) -> None:
     rng = np.random.default_rng(num_experts)
     slots = rng.integers(-1, 20, num_experts).astype(np.int32)
     addresses = rng.integers(2**40, 2**46, 20).astype(np.int64) * 256
-    gate, up, down = (torch.zeros(num_experts, dtype=torch.int64) for _ in range(3))
+    gate, up, down, scales = (torch.zeros(num_experts, dtype=torch.int64) for _ in range(4))
+    own = torch.arange(num_experts, dtype=torch.int64) + 5
     unused = torch.zeros(1, dtype=torch.int32)
-    outputs = PlanOutputs(gate, up, down, unused, unused, unused, unused)
-    launch_point(torch.from_numpy(slots), torch.from_numpy(addresses), outputs, HOME, (RECORD, UP, DOWN))
+    outputs = PlanOutputs(gate, up, down, scales, unused, unused, unused, unused)
+    layout = (RECORD, UP, DOWN)
+    launch_point(torch.from_numpy(slots), torch.from_numpy(addresses), outputs, own, HOME, layout)
+    assert torch.equal(scales, own)
     expected = np.where(slots >= 0, addresses[slots], HOME + np.arange(num_experts) * RECORD)
     for table, offset in zip((gate, up, down), (0, UP, DOWN), strict=True):
         np.testing.assert_array_equal(table.numpy(), expected + offset)

@@ -34,7 +34,7 @@ def add_partial(
     if has_clock:
         arrived = tl.extra.cuda.globaltimer()
     seq = tl.load(first_seq) + layer
-    num_cpu = tl.load(counts + 2)
+    num_cpu = tl.load(counts + 2) + tl.load(counts + 6)
     item = tl.program_id(0) * block + tl.arange(0, block)
     inside = item < rows * hidden
     own = tl.load(tl.multiple_of(out, 16) + item, mask=inside)
@@ -59,7 +59,7 @@ def add_partial(
 def launch_combine(out: torch.Tensor, counts: torch.Tensor, layer: int, ring: MailRing) -> None:
     """Add the answer to a layer's job to out, float32 (rows, hidden), in place, once it is there.
 
-    counts: int32 (COUNT_WORDS,), as the layer's plan wrote them; the last two times are added. The sums of a
+    counts: int32 (COUNT_WORDS,), as the layer's plan wrote them; its last two times are added. The sums of a
     job without experts are not read, but its answer is waited for too, so that jobs never overtake the
     workers. The kernel polls without a limit: the crew's watchdog answers every job.
     """

@@ -10,12 +10,13 @@ The number of programs did not matter there from 16 to 264; few leave multiproce
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
-from glm53srv.offload.device.gpu.launch import Landing
+from glm53srv.offload.device.gpu.launch import UNIT_BYTES, WORD_BYTES, Landing, RecordCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,41 @@ sm_90 by ptxas), so that it finds place beside programs which leave little. Not 
 
 @triton.jit
 def gather_experts(
-    sources, targets, count, words: tl.constexpr, num_programs: tl.constexpr, items: tl.constexpr
+    sources,
+    targets,
+    count,
+    skips,
+    scales,
+    mask,
+    words: tl.constexpr,
+    num_programs: tl.constexpr,
+    items: tl.constexpr,
+    is_cut: tl.constexpr,
+    gate_row: tl.constexpr,
+    gate_block: tl.constexpr,
+    up_begin: tl.constexpr,
+    up_row: tl.constexpr,
+    up_block: tl.constexpr,
+    down_begin: tl.constexpr,
+    down_block: tl.constexpr,
+    num_scales: tl.constexpr,
+    unit_words: tl.constexpr,
 ):
-    """Move `count` records of `words` 8-byte words; piece p of all pieces goes to program p mod programs."""
+    """Move `count` records of `words` 8-byte words; piece p of all pieces goes to program p mod programs.
+
+    is_cut: of the first skips[copy] blocks of the intermediate nothing is read; and one program writes the
+    masked scales.
+    """
+    if is_cut:  # noqa: SIM102  # known when this is compiled, the other is not
+        if tl.program_id(0) == num_programs - 1:
+            own = tl.load(mask)
+            if own != 0:
+                first = tl.load(mask + 1) * 128
+                for begin in range(0, num_scales, items):
+                    item = begin + tl.arange(0, items)
+                    there = (item >= first) & (item < num_scales)
+                    scale = tl.load(own.to(tl.pointer_type(tl.float16)) + item, mask=there, other=0.0)
+                    tl.store(scales + item, scale, mask=item < num_scales)
     pieces_per_copy: tl.constexpr = (words + items - 1) // items
     num_pieces = tl.load(count) * pieces_per_copy
     for piece in range(tl.program_id(0), num_pieces, num_programs):
@@ -49,14 +82,30 @@ def gather_experts(
         target = tl.load(targets + copy).to(tl.pointer_type(tl.int64))
         item = (piece % pieces_per_copy) * items + tl.arange(0, items)
         inside = item < words
+        if is_cut:
+            # A masked word costs no traffic: of a shared expert a piece has fewer bytes on their way at once,
+            # and there are as many pieces; still 256 KiB in all programs at half an expert.
+            # In units of 128 bytes, so that the compiler sees neighbours share their fate and moves 16 bytes.
+            unit = item // unit_words
+            in_up = (unit - up_begin) % up_row // up_block
+            block = tl.where(unit < up_begin, unit % gate_row // gate_block, in_up)
+            block = tl.where(unit < down_begin, block, (unit - down_begin) // down_block)
+            inside = inside & (block >= tl.load(skips + copy))
         data = tl.load(tl.multiple_of(source, 16) + item, mask=inside)
         tl.store(tl.multiple_of(target, 16) + item, data, mask=inside)
 
 
-def launch_gather(landing: Landing, num_bytes: int, shape: CopyShape = ALONE) -> None:
+NO_CUT = RecordCut(1, 1, 1, 1, 1, 1, 1)
+"""Stands where nothing is left out."""
+
+
+def launch_gather(
+    landing: Landing, num_bytes: int, cut: RecordCut | None = None, shape: CopyShape = ALONE
+) -> None:
     """Copy num_bytes, a multiple of 16, of each expert that landing's lists name, on the current stream.
 
-    Addresses are multiples of 16. No target may overlap a source or another target.
+    Addresses are multiples of 16. No target may overlap a source or another target. cut: how landing's skips
+    are found in a record, None where they are all 0; with it, landing's scales are made from its mask.
     """
     if num_bytes % 16:
         raise ValueError(f"cannot copy {num_bytes} bytes: not a multiple of 16")
@@ -66,8 +115,15 @@ def launch_gather(landing: Landing, num_bytes: int, shape: CopyShape = ALONE) ->
         landing.sources,
         landing.targets,
         landing.count,
+        landing.skips,
+        landing.scales,
+        landing.mask,
         words=num_bytes // 8,
         num_programs=shape.programs,
         items=shape.items,
+        is_cut=cut is not None,
+        **dataclasses.asdict(cut or NO_CUT),
+        num_scales=len(landing.scales),
+        unit_words=UNIT_BYTES // WORD_BYTES,
         num_warps=shape.warps,
     )

@@ -59,6 +59,7 @@ class CpuLane:
         """Register the mailbox and start the workers; jobs count from first_seq. Raises MachineError."""
         geometry = arena.geometry
         self._num_layers = geometry.num_layers
+        self._num_blocks = arena.layout.num_blocks
         # Cells of two steps, so that a step's answers can be read beside the next.
         cells = power_of_two(2 * geometry.num_layers)
         self._shape = MailboxShape(
@@ -102,15 +103,18 @@ class CpuLane:
         """Count."""
         return self.crew.stats()
 
-    def take_answers(self) -> list[tuple[int, float]]:
+    def take_answers(self) -> list[tuple[float, float]]:
         """Give (experts, ms) of each job with experts of the step before the one that begin_step began.
 
+        An expert in part counts as that part.
         That step's end must have been waited for.
         """
         answers = [self.mailbox.answer(seq) for seq in self._answered]
         self._answered = range(0)
         return [
-            (answer.num_experts, answer.elapsed_ms + HAND_OVER_MS) for answer in answers if answer.num_experts
+            (answer.num_blocks / self._num_blocks, answer.elapsed_ms + HAND_OVER_MS)
+            for answer in answers
+            if answer.num_blocks
         ]
 
     def run_alone(self, layer: int, x: NDArray[np.float32], experts: NDArray[np.integer[Any]]) -> float:

@@ -14,11 +14,16 @@ from glm53srv.offload.vram_plan import VramPlan
 
 @dataclass(frozen=True, slots=True)
 class LayerTables:
-    """A sparse layer's pointer tables in the package: int64 (experts,) each, on the device, never moved."""
+    """A sparse layer's pointer tables in the package: int64 (experts,) each, on the device, never moved.
+
+    gate, up, down: of the trellis. scales: of down's input scales; own_scales: a copy of it as it was loaded.
+    """
 
     gate: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
+    scales: torch.Tensor
+    own_scales: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

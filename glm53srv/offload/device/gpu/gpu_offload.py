@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
-from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.cost import CostOverrides, Parts
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
@@ -31,7 +31,13 @@ from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.launch import COUNT_WORDS, PlanInputs, PlanOutputs, make_landing
+from glm53srv.offload.device.gpu.launch import (
+    COUNT_WORDS,
+    PlanInputs,
+    PlanOutputs,
+    cut_of,
+    make_landing,
+)
 from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, make_side_streams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
@@ -108,8 +114,11 @@ class GpuOffload:
         self._words = StepWords(geometry, device)
         self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
         buffers = (min(plan.landing, width), arena.layout.record_bytes)
-        self._landing_bytes = torch.zeros(buffers, dtype=torch.uint8, device=device)
-        self.landing = make_landing(self._landing_bytes)
+        # Random bytes: a shared expert's buffer is computed with what lies where the CPU's neurons would be.
+        seeded = torch.Generator(device).manual_seed(0)
+        self._landing_bytes = torch.randint(256, buffers, dtype=torch.uint8, device=device, generator=seeded)
+        self.landing = make_landing(self._landing_bytes, arena.layout.intermediate)
+        self._cut = cut_of(arena.layout)
         self._num_tables = 0
         self._vram_bytes = 0
         self._report: OffloadReport | None = None
@@ -164,10 +173,18 @@ class GpuOffload:
 
     def _open_ledger(self, calibration: Calibration, costs: CostOverrides) -> CostLedger:
         mode = self._options.mode if self.lane is not None else "exact"
-        ledger = CostLedger(calibration, costs, self._cpu_count.shape[0] - 1, mode)
+        max_picks = self._cpu_count.shape[0] - 1
+        parts = self._parts(self._options.splits_experts)
+        ledger = CostLedger(calibration, costs, max_picks, mode, parts)
         self._num_tables = 0
         self._send_cost_table(ledger)
         return ledger
+
+    def share_experts(self, is_wanted: bool) -> None:
+        """Share an expert of each layer between link and CPU from now on, or none; for measurements."""
+        ledger = self._costs()
+        ledger.share(self._parts(is_wanted))
+        self._send_cost_table(ledger)
 
     # ---- brackets of the engine ----
 
@@ -319,6 +336,7 @@ class GpuOffload:
             slots=self._slot_rows[layer],
             heat=self._words.heat_rows[layer],
             cpu_count=self._cpu_count,
+            own_scales=self.tables[layer].own_scales,
             slot_addresses=self.store.addresses,
             offers=self._words.offers,
             offer_head=self._words.head,
@@ -327,6 +345,8 @@ class GpuOffload:
             record_bytes=layout.record_bytes,
             up_offset=layout.offsets[1],
             down_offset=layout.offsets[2],
+            num_parts=layout.num_parts,
+            part_blocks=layout.num_blocks // layout.num_parts,
         )
         ring = None if lane is None else lane.ring
         ahead = self.look_ahead.ahead_of(layer)
@@ -336,7 +356,8 @@ class GpuOffload:
     def land_layer(self, layer: int) -> None:
         """Copy the experts that the layer just planned wants over the link: decode."""
         if self._rows:
-            launch_gather(self.landing, self.arena.layout.record_bytes)
+            cut = None if self.lane is None else self._cut
+            launch_gather(self.landing, self.arena.layout.record_bytes, cut)
             self.look_ahead.fetch(layer)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
@@ -357,13 +378,17 @@ class GpuOffload:
         """Fill a layer's tables whole. slots: int32 (experts,) on the device, -1 for home."""
         layout = self.arena.layout
         places = (layout.record_bytes, layout.offsets[1], layout.offsets[2])
-        launch_point(slots, self.store.addresses, self._outputs[0][layer], self.home(layer), places)
+        outputs, own_scales = self._outputs[0][layer], self.tables[layer].own_scales
+        launch_point(slots, self.store.addresses, outputs, own_scales, self.home(layer), places)
 
     def home(self, layer: int) -> int:
         """Give the device's address of a layer's first record."""
         return self._base + layer * self.policy.geometry.num_experts * self.arena.layout.record_bytes
 
     # ---- inside ----
+
+    def _parts(self, is_shared: bool) -> Parts:
+        return Parts(self.arena.layout.num_parts, self.landing.num_experts if is_shared else 0)
 
     def _costs(self) -> CostLedger:
         if self._ledger is None:
@@ -383,6 +408,7 @@ class GpuOffload:
             tables.gate,
             tables.up,
             tables.down,
+            tables.scales,
             self._log[0, layer, :width],
             self._lanes[layer, :width],
             self._log[1, layer, :width],
@@ -395,7 +421,7 @@ class GpuOffload:
         self._heat_keeper.end_step(self.policy.history)
         self.counts.add_log(log.picks, log.kept, log.lanes, log.counts, log.guesses)
         if self.lane is not None:
-            times = read_stamps(log)
+            times = read_stamps(log, self.arena.layout.num_blocks)
             self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)
             self._costs().observe_gpu(times.gpu_lanes)
 

@@ -104,6 +104,8 @@ class GpuProbes:
         landing.sources[:count] = offload.home(layer) + layout.record_bytes * own
         landing.targets[:count] = targets
         landing.count.fill_(count)
+        landing.skips.zero_()
+        landing.mask.zero_()
 
     def _take(self, num_experts: int) -> tuple[int, np.ndarray]:
         """Give a layer and experts that were not used lately: int (num_experts,)."""

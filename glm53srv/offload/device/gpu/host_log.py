@@ -35,13 +35,19 @@ class LaneTimes:
     wait_ms: NDArray[np.float64]
 
 
-def read_stamps(log: StepLog) -> LaneTimes:
-    """Read the times that plan and combine kernels left; empty where the device has no clock."""
+def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
+    """Read the times that plan and combine kernels left; empty where the device has no clock.
+
+    num_blocks: of an expert's intermediate. What the CPU computes of a shared expert is not carried over the
+    link, but the GPU computes it, too, as zeros.
+    """
     planned, arrived, answered = log.counts[:, 3:6].T
     is_timed = (planned != 0) & (arrived != 0)
     lane_ms = (arrived - planned)[is_timed].astype(np.float64) / 1e6  # low words: differences wrap as they do
-    ahead = log.guesses[is_timed, 1]  # these took the layer no time of the link's: hits, as the split says
-    hits, link = (log.counts[is_timed, 0] + ahead).tolist(), (log.counts[is_timed, 1] - ahead).tolist()
+    # What was fetched ahead took the layer no time of the link's: hits, as the split says; and so is what the
+    # CPU computes of a shared expert.
+    part = log.counts[is_timed, 6] / num_blocks + log.guesses[is_timed, 1]
+    hits, link = (log.counts[is_timed, 0] + part).tolist(), (log.counts[is_timed, 1] - part).tolist()
     wait_ms = (answered - arrived)[is_timed].astype(np.float64) / 1e6
     return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms)
 

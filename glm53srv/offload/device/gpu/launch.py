@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from glm53srv.offload.device.layout import BLOCK, Part, RecordLayout
+
+TILE = 16
+"""Rows and columns of a tile of packed weights (docs of the EXL3 format)."""
+WORD_BYTES = 8
+UNIT_BYTES = 128
+"""A block has eight tiles of a tile row, of a multiple of 16 bytes each: a record is made of such units."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
@@ -13,10 +21,11 @@ class PlanInputs:
 
     picks: int64 (rows, top_k), the router's, -1 for none. weights: float16 (rows, top_k), changed in place.
     x: float16 (rows, hidden), the experts' input. slots, heat: int32 (experts,), the layer's rows of the
-    residency and heat tables. cpu_count: int32 (side, side), see cost.cpu_count_table. slot_addresses: int64
-    (num_slots,), the device address of each slot. offers: int32 (offers.NUM_WORDS,), offer_head: int32 (1,):
-    what may be kept, see offers.py; slots and offer_head are changed. home: device address of the layer's
-    first record. layer: counted over sparse layers.
+    residency and heat tables. cpu_count: int32 (side, side), see cost.cpu_count_table; in parts, of which an
+    expert has num_parts of part_blocks 128-blocks each. own_scales: int64 (experts,), addresses of down's
+    input scales. slot_addresses: int64 (num_slots,), the device address of each slot. offers: int32
+    (offers.NUM_WORDS,), offer_head: int32 (1,): what may be kept, see offers.py; slots and offer_head are
+    changed. home: device address of the layer's first record. layer: counted over sparse layers.
     """
 
     picks: torch.Tensor
@@ -25,6 +34,7 @@ class PlanInputs:
     slots: torch.Tensor
     heat: torch.Tensor
     cpu_count: torch.Tensor
+    own_scales: torch.Tensor
     slot_addresses: torch.Tensor
     offers: torch.Tensor
     offer_head: torch.Tensor
@@ -33,22 +43,25 @@ class PlanInputs:
     record_bytes: int
     up_offset: int
     down_offset: int
+    num_parts: int
+    part_blocks: int
 
 
 COUNT_WORDS = 8
 """Words of a layer's counts: experts in VRAM, over the link, on the CPU; then the low words of three times of
 the device in ns: when the plan was about to post its job, when the GPU's lane was done, when the CPU's answer
-was there. Without workers, or under Triton's interpreter, which has no clock, they stay 0. Two words more, so
-that each layer's begin at a multiple of 16 bytes: for other places Triton compiles a kernel anew, and none
-that is new may be met in a capture."""
+was there; and 128-blocks of the shared expert on the CPU. Without workers, or under Triton's interpreter,
+which has no clock, the times stay 0. One word more, so that each layer's begin at a multiple of 16 bytes: for
+other places Triton compiles a kernel anew, and none that is new may be met in a capture."""
 TOLD_WORDS = 4
 """Words of what a plan tells of guesses: experts that were fetched ahead of the layer, and how many of them
-it picked; likewise with two words more."""
+it picked; two words more, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutputs:
-    """What it writes. gate_table, up_table, down_table: int64 (experts,), the pointer tables of the trellis.
+    """What it writes. gate_table, up_table, down_table: int64 (experts,), the pointer tables of the trellis;
+    scale_table: likewise, of down's input scales.
 
     log_picks: int32 (rows * top_k,), log_lanes: int8 likewise: the layer's part of the routing log, which
     may lie in mapped memory. log_kept: int32 likewise, the slots that were taken, else -1. counts: int32
@@ -58,6 +71,7 @@ class PlanOutputs:
     gate_table: torch.Tensor
     up_table: torch.Tensor
     down_table: torch.Tensor
+    scale_table: torch.Tensor
     log_picks: torch.Tensor
     log_lanes: torch.Tensor
     log_kept: torch.Tensor
@@ -70,6 +84,9 @@ class Landing:
 
     address: of the first of num_experts buffers of a record each; every layer uses the same. sources,
     targets: int64 (num_experts,), count: int32 (1,): the copies that a layer's plan wants, and how many.
+    skips: int32 (num_experts,), 128-blocks of the intermediate that a copy leaves out, from the first on.
+    scales: float16 (intermediate,), masked ones of the shared expert; mask: int64 (2,): the address of its
+    own scales, or 0, and how many blocks of them are to be 0.
     """
 
     address: int
@@ -77,14 +94,60 @@ class Landing:
     sources: torch.Tensor
     targets: torch.Tensor
     count: torch.Tensor
+    skips: torch.Tensor
+    scales: torch.Tensor
+    mask: torch.Tensor
 
 
-def make_landing(buffers: torch.Tensor) -> Landing:
-    """Describe buffers, uint8 (num_experts, record bytes) on the device; the caller keeps them."""
-    num_experts = len(buffers)
-    sources, targets = torch.zeros((2, max(1, num_experts)), dtype=torch.int64, device=buffers.device)
-    count = torch.zeros(1, dtype=torch.int32, device=buffers.device)
-    return Landing(int(buffers.data_ptr()), num_experts, sources, targets, count)
+def make_landing(buffers: torch.Tensor, intermediate: int = 1) -> Landing:
+    """Describe buffers, uint8 (num_experts, record bytes) on the device; the caller keeps them.
+
+    intermediate: width of the experts, for plans that share them with the CPU.
+    """
+    num_experts, device = len(buffers), buffers.device
+    sources, targets = torch.zeros((2, max(1, num_experts)), dtype=torch.int64, device=device)
+    return Landing(
+        int(buffers.data_ptr()),
+        num_experts,
+        sources,
+        targets,
+        count=torch.zeros(1, dtype=torch.int32, device=device),
+        skips=torch.zeros(max(1, num_experts), dtype=torch.int32, device=device),
+        scales=torch.zeros(intermediate, dtype=torch.float16, device=device),
+        mask=torch.zeros(2, dtype=torch.int64, device=device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCut:
+    """How the gather kernel finds the blocks of the intermediate in a record, in units of UNIT_BYTES.
+
+    gate_row, up_row: of one tile row of the matrix, of which a block is gate_block, up_block. up_begin,
+    down_begin: where these matrices begin. down_block: of one block's tile rows.
+    """
+
+    gate_row: int
+    gate_block: int
+    up_begin: int
+    up_row: int
+    up_block: int
+    down_begin: int
+    down_block: int
+
+
+def cut_of(layout: RecordLayout) -> RecordCut:
+    """Describe a record."""
+    # A tile has 2 bytes a word; a block's tiles of one tile row are 128 / 16.
+    gate, up, down = (2 * words * (BLOCK // TILE) // UNIT_BYTES for words in layout.words)
+    return RecordCut(
+        gate_row=layout.num_blocks * gate,
+        gate_block=gate,
+        up_begin=layout.offset(Part.UP) // UNIT_BYTES,
+        up_row=layout.num_blocks * up,
+        up_block=up,
+        down_begin=layout.offset(Part.DOWN) // UNIT_BYTES,
+        down_block=layout.hidden // BLOCK * down * (BLOCK // TILE),
+    )
 
 
 @dataclass(frozen=True, slots=True)

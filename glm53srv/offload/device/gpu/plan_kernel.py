@@ -25,10 +25,12 @@ from glm53srv.offload.device.gpu.launch import (
 LANE_VRAM = tl.constexpr(1)
 LANE_LINK = tl.constexpr(2)
 LANE_CPU = tl.constexpr(3)
+LANE_SPLIT = tl.constexpr(4)
 """Values of split.Lane."""
 
 POSTED_WORD, LAYER_WORD, ROWS_WORD = tl.constexpr(0), tl.constexpr(32), tl.constexpr(33)
 NUM_PICKS_WORD, X_KIND_WORD, PICKS_WORD = tl.constexpr(34), tl.constexpr(35), tl.constexpr(64)
+PART_EXPERT_WORD, PART_BLOCKS_WORD = tl.constexpr(36), tl.constexpr(37)
 X_F16 = tl.constexpr(1)
 """Places in a mailbox cell, in words of 4 bytes."""
 
@@ -54,6 +56,7 @@ COPY_ITEMS = tl.constexpr(2048)
         "ring",
         "landing",
         "num_landing",
+        "masked_scales",
         "layer",
         "num_picks",
         "rows",
@@ -72,12 +75,16 @@ def plan_layer(
     gate_table,
     up_table,
     down_table,
+    scale_table,
+    own_scales,
     log_picks,
     log_lanes,
     counts,
     gather_sources,
     gather_targets,
     gather_count,
+    gather_skips,
+    gather_mask,
     offers,
     offer_head,
     log_kept,
@@ -92,6 +99,7 @@ def plan_layer(
     home,
     landing,
     num_landing,
+    masked_scales,
     ring,
     layer,
     rows,
@@ -110,6 +118,8 @@ def plan_layer(
     cell_bytes: tl.constexpr,
     has_cpu: tl.constexpr,
     has_ahead: tl.constexpr,
+    num_parts: tl.constexpr,
+    part_blocks: tl.constexpr,
     has_clock: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
@@ -141,7 +151,8 @@ def plan_layer(
         tl.store(ahead_told, num_fetched)
         tl.store(ahead_told + 1, num_ahead)
     num_misses = tl.sum(is_miss.to(tl.int32), axis=0)
-    num_cpu = tl.load(cpu_count + (num_hits + num_ahead) * side + num_misses)
+    cpu_parts = tl.load(cpu_count + (num_hits + num_ahead) * side + num_misses)
+    num_cpu = cpu_parts // num_parts
 
     # One sortable number per pick: heat above, expert below, as in the rule.
     warmth = tl.load(heat + known, mask=present, other=0)
@@ -149,9 +160,13 @@ def plan_layer(
     is_colder = is_miss[None, :] & (order[None, :] < order[:, None])
     rank = tl.sum(is_colder.to(tl.int32), axis=1)
     lane = tl.where(is_miss, tl.where(rank < num_cpu, LANE_CPU, LANE_LINK), 0)
+    is_split = is_miss & (rank == num_cpu) & (cpu_parts % num_parts > 0)
+    lane = tl.where(is_split, LANE_SPLIT, lane)
     lane = tl.where(is_hit, LANE_VRAM, lane)
     if has_ahead:
         lane = tl.where(is_ahead, LANE_LINK, lane)
+    blocks = tl.where(is_split, cpu_parts % num_parts * part_blocks, 0)  # of the intermediate, on the CPU
+    cpu_blocks = tl.sum(blocks, axis=0)
     lanes = tl.sum(tl.where(first[:, None] == place[None, :], lane[None, :], 0), axis=1)
     lanes = tl.where(present, lanes, 0)
 
@@ -160,9 +175,10 @@ def plan_layer(
     tl.store(counts, num_hits)
     tl.store(counts + 1, num_misses - num_cpu + num_ahead)
     tl.store(counts + 2, num_cpu)
+    tl.store(counts + 6, cpu_blocks)
 
     # What comes over the link lands in a buffer while there is one, and is read in place beyond that.
-    is_link = is_miss & (lane == LANE_LINK)
+    is_link = is_miss & ((lane == LANE_LINK) | is_split)
     is_before = is_link[None, :] & (place[None, :] < place[:, None])
     buffer = tl.sum(is_before.to(tl.int32), axis=1)
     lands = is_link & (buffer < num_landing)
@@ -172,9 +188,9 @@ def plan_layer(
     head = tl.load(offer_head)
     first_offer = tl.load(offers + FIRST_WORD)
     head = tl.where(first_offer - head > 0, first_offer, head)
-    is_wanted = lands
+    is_wanted = lands & (lane == LANE_LINK)  # a shared expert's bytes are not whole
     if has_ahead:
-        is_wanted = lands | is_ahead
+        is_wanted = is_wanted | is_ahead
     is_wanted = is_wanted & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
     is_before = is_wanted[None, :] & (place[None, :] < place[:, None])
     ordinal = tl.sum(is_before.to(tl.int32), axis=1)
@@ -206,6 +222,13 @@ def plan_layer(
     tl.store(gate_table + known, address, mask=standing)
     tl.store(up_table + known, address + up_offset, mask=standing)
     tl.store(down_table + known, address + down_offset, mask=standing)
+    if has_cpu:
+        # The buffer of a shared expert holds anything where the CPU's neurons would be: down's scales say 0.
+        own = tl.load(own_scales + known, mask=standing, other=0)
+        tl.store(scale_table + known, tl.where(is_split, masked_scales, own), mask=standing)
+        tl.store(gather_skips + buffer, blocks, mask=lands)
+        tl.store(gather_mask, tl.sum(tl.where(is_split, own, 0), axis=0))
+        tl.store(gather_mask + 1, cpu_blocks.to(tl.int64))
 
     is_cpu = lanes == LANE_CPU
     weight = tl.load(weights + place, mask=in_range, other=0.0)
@@ -215,13 +238,16 @@ def plan_layer(
         cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
         words = cell.to(tl.pointer_type(tl.int32))
         factors = (cell + weights_offset).to(tl.pointer_type(tl.float32))
-        tl.store(words + PICKS_WORD + place, tl.where(is_cpu, expert, -1), mask=in_range)
+        is_posted = is_cpu | (lanes == LANE_SPLIT)
+        tl.store(words + PICKS_WORD + place, tl.where(is_posted, expert, -1), mask=in_range)
         tl.store(factors + place, weight.to(tl.float32), mask=in_range)
         tl.store(words + LAYER_WORD, layer)
-        tl.store(words + ROWS_WORD, tl.where(num_cpu > 0, rows, 0))
+        tl.store(words + ROWS_WORD, tl.where(num_cpu + cpu_blocks > 0, rows, 0))
         tl.store(words + NUM_PICKS_WORD, top_k)
         tl.store(words + X_KIND_WORD, X_F16)
-        if num_cpu > 0:
+        tl.store(words + PART_EXPERT_WORD, tl.sum(tl.where(is_split, known, 0), axis=0))
+        tl.store(words + PART_BLOCKS_WORD, cpu_blocks)
+        if num_cpu + cpu_blocks > 0:
             # Cells and their parts begin at multiples of 64 bytes; told so, a thread stores 16 bytes at once.
             target = tl.multiple_of((cell + x_offset).to(tl.pointer_type(tl.float16)), 64)
             for begin in range(0, rows * hidden, COPY_ITEMS):
@@ -247,6 +273,8 @@ def launch_plan(
     """Plan a layer on the current stream.
 
     inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip.
+    The expert that is shared with the CPU keeps its weights; down's scales are pointed to landing's masked
+    ones, for the picked experts alone, and back.
     outputs: log_picks, log_lanes and counts are written whole, the pointer tables only where picked; other
     entries may be stale, so a decode kernel may read picked experts alone. landing: experts over the link
     are pointed to there, as many as it holds, and its lists say what must be copied before they are read:
@@ -271,12 +299,16 @@ def launch_plan(
         outputs.gate_table,
         outputs.up_table,
         outputs.down_table,
+        outputs.scale_table,
+        inputs.own_scales,
         outputs.log_picks,
         outputs.log_lanes,
         outputs.counts,
         landing.sources,
         landing.targets,
         landing.count,
+        landing.skips,
+        landing.mask,
         inputs.offers,
         inputs.offer_head,
         outputs.log_kept,
@@ -291,6 +323,7 @@ def launch_plan(
         inputs.home,
         landing.address,
         landing.num_experts,
+        landing.scales.data_ptr(),
         0 if ring is None else ring.address,
         inputs.layer,
         rows,
@@ -309,6 +342,8 @@ def launch_plan(
         cell_bytes=0 if ring is None else ring.cell_bytes,
         has_cpu=ring is not None,
         has_ahead=ahead is not None,
+        num_parts=inputs.num_parts,
+        part_blocks=inputs.part_blocks,
         has_clock=outputs.counts.is_cuda,
     )
 
@@ -320,6 +355,8 @@ def point_layer(
     gate_table,
     up_table,
     down_table,
+    scale_table,
+    own_scales,
     home,
     num_experts,
     record_bytes: tl.constexpr,
@@ -336,19 +373,23 @@ def point_layer(
     tl.store(gate_table + expert, address, mask=inside)
     tl.store(up_table + expert, address + up_offset, mask=inside)
     tl.store(down_table + expert, address + down_offset, mask=inside)
+    # A decode step may have left masked ones behind.
+    tl.store(scale_table + expert, tl.load(own_scales + expert, mask=inside, other=0), mask=inside)
 
 
 def launch_point(
     slots: torch.Tensor,
     slot_addresses: torch.Tensor,
     outputs: PlanOutputs,
+    own_scales: torch.Tensor,
     home: int,
     layout: tuple[int, int, int],
 ) -> None:
     """Fill a layer's pointer tables whole, as a prefill needs: slot of each expert, or home for -1.
 
-    slots: int32 (experts,), resident or staged. slot_addresses: int64 (num_slots,). home: address of the
-    layer's first record. layout: record bytes, and offsets of up and down in a record.
+    slots: int32 (experts,), resident or staged. slot_addresses: int64 (num_slots,). own_scales: see
+    PlanInputs. home: address of the layer's first record. layout: record bytes, and offsets of up and down in
+    a record.
     """
     width = 128
     point_layer[(triton.cdiv(len(slots), width),)](
@@ -357,6 +398,8 @@ def launch_point(
         outputs.gate_table,
         outputs.up_table,
         outputs.down_table,
+        outputs.scale_table,
+        own_scales,
         home,
         len(slots),
         record_bytes=layout[0],
