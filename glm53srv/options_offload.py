@@ -173,6 +173,18 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         minimum=0,
     ),
     Option(
+        "ec_ahead",
+        ("--ec-ahead",),
+        "GLM53_EC_AHEAD",
+        "int",
+        1,
+        "experts of the next layer that a GPU fetches ahead, beside attention, by a guess of what its router "
+        "will pick; each takes two buffers",
+        "offload",
+        minimum=0,
+        maximum=4,
+    ),
+    Option(
         "ec_stage_gb",
         ("--ec-stage-gb",),
         "GLM53_EC_STAGE_GB",

@@ -121,6 +121,8 @@ def test_every_option_reaches_the_config() -> None:
     plain = load_config(MODEL, {})
     for option in OPTIONS:
         text = option.choices[-1] if option.choices else samples[option.kind]
+        if option.maximum is not None and option.kind in ("int", "float"):
+            text = str(min(type(option.maximum)(text), option.maximum))
         changed = load_config([*MODEL, *companions.get(option.name, []), option.flags[0], text], {})
         assert _values(changed) != _values(plain), option.name
 

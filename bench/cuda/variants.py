@@ -6,6 +6,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
 `glm53srv bench-model`, then --vary with a name and settings each:
 
     landing=N offers=N     as of bench-model; landing at most what the start had
+    ahead=N                likewise: experts fetched ahead of their layer
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
@@ -47,14 +48,14 @@ from glm53srv.offload.cost import CostOverrides
 
 PROFILED_STEPS = 8
 SPLITS = ("parts", "whole")
-NUMBERS = ("landing", "offers", "threads")
+NUMBERS = ("landing", "offers", "ahead", "threads")
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One --vary. numbers: landing, offers, threads; costs: by their names in CostOverrides. split: parts or
-    whole, None for the options'."""
+    """One --vary. numbers: landing, offers, ahead, threads; costs: by their names in CostOverrides. split:
+    parts or whole, None for the options'."""
 
     name: str
     numbers: dict[str, int]
@@ -108,6 +109,7 @@ class Bench:
         offload.landing = replace(self._landing, num_experts=landing)
         offers = numbers.get("offers", self.options.offers) if landing else 0
         offload.policy.params = replace(offload.policy.params, num_offers=offers)
+        offload.look_ahead.limit(numbers.get("ahead", self.options.ahead))
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
         offload.share_experts((variant.split or self.options.ct_split) == "parts")

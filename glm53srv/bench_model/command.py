@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from glm53srv.bench_model.driver import Driver, TimedModel
+from glm53srv.bench_model.guesses import guess_routes
 from glm53srv.bench_model.measures import (
     measure_beside,
     measure_decode,
@@ -149,7 +150,7 @@ def build_engine(
         f"{config.num_layers} layers: experts of {arena.region.num_bytes / GIB:.1f} GiB in host memory, "
         f"{device_bytes(config) / GIB:.2f} GiB of other weights on the card"
     )
-    routes = _impose_routes(loaded) if options.routes == "published" else None
+    routes = _impose_routes(loaded, options.guess_recall) if options.routes == "published" else None
     model: Any = TimedModel(loaded.model, None if routes is None else routes.send_ahead)
     sampler = SamplerBank(config.vocab_size, config.eos_token_ids)
     try:
@@ -158,6 +159,8 @@ def build_engine(
         arena.close()
         raise
     mark("opened")
+    if routes is not None:
+        engine.offload.look_ahead.impose(routes.guesses_of_step)
     try:
         engine.warm_up()
     except BaseException:
@@ -180,15 +183,19 @@ def build_engine(
     return engine, model, facts, routes
 
 
-def _impose_routes(loaded: LoadedModel) -> ImposedRoutes:
-    """Let decode steps follow traces with the published skew and locality, one for each stream."""
+def _impose_routes(loaded: LoadedModel, recall: float) -> ImposedRoutes:
+    """Let decode steps follow traces with the published skew and locality, one for each stream.
+
+    recall: of the guesses that are made of them, one layer early.
+    """
     geometry = loaded.arena.geometry
     drawn = route_model()
     traces = [
         generate(TRACE_TOKENS, seed=stream, model=drawn)[:, : geometry.num_layers]
         for stream in range(MAX_STREAMS)
     ]
-    routes = ImposedRoutes(traces, MAX_STREAMS, loaded.device)
+    guesses = [guess_routes(trace, recall, seed=stream) for stream, trace in enumerate(traces)]
+    routes = ImposedRoutes(traces, MAX_STREAMS, loaded.device, guesses)
     routes.impose(loaded.layers)
     return routes
 
@@ -196,7 +203,7 @@ def _impose_routes(loaded: LoadedModel) -> ImposedRoutes:
 def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) -> CudaOptions:
     offload = OffloadOptions(
         mode=options.mode,
-        vram=VramOptions(max_slots=options.max_slots, landing=options.landing),
+        vram=VramOptions(max_slots=options.max_slots, landing=options.landing, ahead=options.ahead),
         residency=ResidencyParams(num_offers=options.offers),
         crew_threads=threads,
         crew_cpus=cpus,

@@ -56,6 +56,8 @@ def measure_decode(
         "split_experts": spent["num_split"] / steps,
         "copies": spent["num_copies"] / steps,
         "kept": spent["num_kept"] / steps,
+        "guessed": spent["num_guessed"] / steps,
+        "guessed_right": spent["num_guessed_right"] / steps,
     }
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from glm53srv.bench_model.guesses import RECALL
 from glm53srv.errors import ConfigError
 from glm53srv.offload.cost import Mode
+from glm53srv.offload.look_ahead import MAX_AHEAD
 from glm53srv.offload.offers import NUM_OFFERS, RING_SLOTS
 
 DESCRIPTION = """\
@@ -33,6 +35,8 @@ class BenchOptions:
     chunk_tokens: int
     max_slots: int | None
     landing: int
+    ahead: int
+    guess_recall: float
     offers: int
     cpus: str
     threads: int | None
@@ -77,6 +81,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--landing", type=count, default=16, help="buffers for experts of the link; 0: read in place"
     )
     parser.add_argument(
+        "--ahead",
+        type=_whole(0, MAX_AHEAD),
+        default=1,
+        help="experts of the next layer fetched beside attention, by a guess",
+    )
+    parser.add_argument(
+        "--guess-recall",
+        type=_share,
+        default=RECALL,
+        help="part of the picks that guesses name, with published routes; with own ones the routers guess",
+    )
+    parser.add_argument(
         "--offers",
         type=_whole(0, RING_SLOTS),
         default=NUM_OFFERS,
@@ -118,6 +134,8 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         chunk_tokens=given.chunk,
         max_slots=given.max_slots,
         landing=given.landing,
+        ahead=given.ahead,
+        guess_recall=given.guess_recall,
         offers=given.offers,
         cpus=given.cpus,
         threads=given.threads,
@@ -148,6 +166,13 @@ def _whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 
     read.__name__ = "whole number"  # argparse names it in its errors
     return read
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+    return number
 
 
 def _amount(text: str) -> float:

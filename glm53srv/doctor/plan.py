@@ -194,6 +194,7 @@ def _plan_gpu(config: Config, room: Room, subject: _Subject) -> PlanReport:
             offload.elastic_gib,
             offload.max_slots,
             offload.landing,
+            offload.ahead,
         ),
     )
     plan = plan_server(subject.config, subject.sizes, demand, room)

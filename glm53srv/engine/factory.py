@@ -172,7 +172,7 @@ def _offload_options(config: EngineConfig, machine: MachineFacts) -> OffloadOpti
         mode="exact" if config.mode == "exact" else "fast",
         costs=CostOverrides(given.ct_a_ms, given.ct_b_ms, given.ct_tzc_ms),
         vram=VramOptions(
-            given.reserve_gib, given.stage_gib, given.elastic_gib, given.max_slots, given.landing
+            given.reserve_gib, given.stage_gib, given.elastic_gib, given.max_slots, given.landing, given.ahead
         ),
         heat=HeatOptions(given.heat_path, given.heat_interval_s),
     )

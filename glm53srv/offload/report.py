@@ -14,9 +14,11 @@ class OffloadCounts:
 
     num_split: of those of the link, experts that the CPU computed a part of.
     num_copies: admissions by the copy engine; num_kept: those of experts that took an offer. num_picks,
-    num_hit_picks: all picks of decode steps, and those that a slot served. gpu_lane_ms: of all layers of
-    decode steps, from the plan to the GPU's last expert; cpu_wait_ms: what the GPU then waited for the CPU's
-    part, in num_cpu_last layers. These three are 0 without CPU workers or without a GPU.
+    num_hit_picks: all picks of decode steps, and those that a slot served. num_guessed: experts that were
+    fetched ahead of their layer; num_guessed_right: those of them that it picked, also in num_link.
+    gpu_lane_ms: of all layers of decode steps, from the plan to the GPU's last expert; cpu_wait_ms: what the
+    GPU then waited for the CPU's part, in num_cpu_last layers. These three are 0 without CPU workers or
+    without a GPU.
     """
 
     num_steps: int = 0
@@ -29,6 +31,8 @@ class OffloadCounts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    num_guessed: int = 0
+    num_guessed_right: int = 0
     gpu_lane_ms: float = 0.0
     cpu_wait_ms: float = 0.0
     num_cpu_last: int = 0

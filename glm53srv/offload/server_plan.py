@@ -167,7 +167,7 @@ def plan_server(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
     try:
         slots = plan_vram(geometry, free, demand.mode, demand.vram)
     except MachineError:
-        need = demand.vram.reserve_bytes(demand.mode) + (32 + demand.vram.landing) * geometry.expert_bytes
+        need = demand.vram.reserve_bytes(demand.mode) + (32 + demand.vram.num_buffers) * geometry.expert_bytes
         problems.append(f"VRAM: {(need - free) / GIB:.2f} GiB short of the reserve and the smallest cache")
         lines: tuple[PlanLine, ...] = (total, *vram, left)
     else:

@@ -3,7 +3,8 @@
 For one layer with P = rows * top_k picks (row-major, -1 where there is no pick):
 
     1. first[i] = the smallest j with picks[j] == picks[i]. Pick i stands for its expert if first[i] == i.
-    2. A standing pick is a hit if slots[picks[i]] >= 0, else a miss. H and M count them.
+    2. A standing pick is a hit if slots[picks[i]] >= 0, else a miss. H and M count them, but a miss that was
+       fetched ahead (look_ahead.py) counts in H and is no miss in what follows: its lane is LINK.
     3. An expert has num_parts equal parts of its neurons; num_cpu = cpu_count[H, M] // num_parts whole ones
        and share = cpu_count[H, M] % num_parts parts of one more are the CPU's.
     4. rank[i] of a standing miss = the number of standing misses j with (heat[j], expert[j]) < (heat[i],
@@ -43,6 +44,7 @@ class Split:
 
     num_hits, num_link, num_cpu: int32 (layers,), distinct experts per lane; one that is shared is among those
     of the link. share: int32 (layers,), its parts that the CPU computes, of num_parts; 0 where none is.
+    is_ahead: bool (layers, P), standing picks that were fetched ahead.
     """
 
     lanes: NDArray[np.int8]
@@ -50,6 +52,7 @@ class Split:
     num_hits: NDArray[np.int32]
     num_link: NDArray[np.int32]
     num_cpu: NDArray[np.int32]
+    is_ahead: NDArray[np.bool_]
     share: NDArray[np.int32]
     num_parts: int
 
@@ -74,13 +77,15 @@ def split_picks(
     slots: NDArray[np.int32],
     heat: NDArray[np.int32],
     cpu_count: NDArray[np.int32],
+    fetched: NDArray[np.int32] | None = None,
     num_parts: int = 1,
 ) -> Split:
     """Apply the rule to several layers at once.
 
     picks: integer (layers, P), -1 for none. slots: int32 (layers, experts), -1 if not in VRAM. heat: int32
-    (layers, experts). cpu_count: int32 (P + 1, P + 1) or larger, in parts, see cost.cpu_count_table. Raises
-    IndexError for an expert that does not exist.
+    (layers, experts). cpu_count: int32 (P + 1, P + 1) or larger, in parts, see cost.cpu_count_table. fetched:
+    int32 (layers, any number), experts that were fetched ahead, -1 for none. Raises IndexError for an expert
+    that does not exist.
     """
     num_layers, width = picks.shape
     expert = picks.astype(np.int32)
@@ -92,10 +97,14 @@ def split_picks(
     standing = present & (first == place)
     looked_up = np.where(present, expert, 0)
     is_hit = standing & (slots[layer, looked_up] >= 0)
-    is_miss = standing & ~is_hit
+    is_ahead = np.zeros(picks.shape, np.bool_)
+    if fetched is not None:
+        is_ahead = standing & ~is_hit & (expert[:, :, None] == fetched[:, None, :]).any(axis=2)
+    is_miss = standing & ~is_hit & ~is_ahead
     num_hits = is_hit.sum(axis=1, dtype=np.int32)
+    num_ahead = is_ahead.sum(axis=1, dtype=np.int32)
     num_misses = is_miss.sum(axis=1, dtype=np.int32)
-    num_cpu, share = np.divmod(cpu_count[num_hits, num_misses], np.int32(num_parts))
+    num_cpu, share = np.divmod(cpu_count[num_hits + num_ahead, num_misses], np.int32(num_parts))
     # One sortable number per pick: heat above, expert below. int64, since heat takes up to 31 bits.
     order = (heat[layer, looked_up].astype(np.int64) << 20) | looked_up
     colder = is_miss[:, None, :] & (order[:, None, :] < order[:, :, None])
@@ -104,5 +113,7 @@ def split_picks(
     lane = np.where(is_miss, np.where(rank < num_cpu[:, None], np.int8(Lane.CPU), np.int8(Lane.LINK)), lane)
     is_split = is_miss & (rank == num_cpu[:, None]) & (share > 0)[:, None]
     lane = np.where(is_split, np.int8(Lane.SPLIT), lane)
+    lane = np.where(is_ahead, np.int8(Lane.LINK), lane)
     lanes = np.where(present, np.take_along_axis(lane, first, axis=1), np.int8(Lane.NONE)).astype(np.int8)
-    return Split(lanes, first, num_hits, num_misses - num_cpu, num_cpu, share, num_parts)
+    num_link = num_misses - num_cpu + num_ahead
+    return Split(lanes, first, num_hits, num_link, num_cpu, is_ahead, share, num_parts)

@@ -22,11 +22,12 @@ GIB = 2**30
 @dataclass(frozen=True, slots=True)
 class VramOptions:
     """What the user may set, in GiB (GLM53_EC_RESERVE_GB, GLM53_EC_STAGE_GB, GLM53_EC_ELASTIC_GB,
-    GLM53_EC_MAX_SLOTS, GLM53_EC_LANDING).
+    GLM53_EC_MAX_SLOTS, GLM53_EC_LANDING, GLM53_EC_AHEAD).
 
     reserve_gib None means 1.5 in fast mode and 1.0 in exact mode: graph capture allocates, and 1.0 failed
     under batched decode where 1.5 held (0xSero/glm53-flash-offload). landing: buffers for experts that come
-    over the link in a decode step.
+    over the link in a decode step. ahead: experts that are fetched before their layer is planned, each of
+    which takes two buffers (look_ahead.py).
     """
 
     reserve_gib: float | None = None
@@ -34,6 +35,12 @@ class VramOptions:
     elastic_gib: float = 12.0
     max_slots: int | None = None
     landing: int = 16
+    ahead: int = 1
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers of an expert each, beside the slots."""
+        return self.landing + 2 * self.ahead
 
     def reserve_bytes(self, mode: Mode) -> int:
         """Bytes that stay free."""
@@ -53,7 +60,7 @@ class VramLine:
 @dataclass(frozen=True, slots=True)
 class VramPlan:
     """Sizes in slots. stage_slots: of one of the two buffers. activation_slots: what else may be lent.
-    landing: buffers of an expert each, no slots.
+    landing: buffers of an expert each, no slots. ahead: see VramOptions.
 
     Invariant: 2 * stage_slots + activation_slots <= elastic_slots < num_slots, all in whole chunks but
     stage_slots.
@@ -66,6 +73,7 @@ class VramPlan:
     activation_slots: int
     lines: tuple[VramLine, ...]
     landing: int = 0
+    ahead: int = 0
 
 
 def plan_vram(
@@ -86,7 +94,7 @@ def plan_vram(
     limit = geometry.num_keys if options.max_slots is None else min(options.max_slots, geometry.num_keys)
     chunk_slots = max(1, min(chunk_slots, limit))
     chunk_bytes = chunk_slots * size
-    landing_bytes = options.landing * size
+    landing_bytes = options.num_buffers * size
     by_memory = max(0, free_bytes - reserve - landing_bytes) // size
     chunks = min(by_memory, limit) // chunk_slots
     if chunks < 1:
@@ -118,7 +126,11 @@ def plan_vram(
         VramLine(
             "reserve", reserve, _given(options.reserve_gib is None, f"default of {mode} mode", "RESERVE")
         ),
-        VramLine("landing", landing_bytes, f"{options.landing} experts on their way in a decode step"),
+        VramLine(
+            "landing",
+            landing_bytes,
+            f"{options.landing} experts on their way in a decode step, and twice {options.ahead} ahead of it",
+        ),
         VramLine("expert cache", num_slots * size, why_slots),
         VramLine("left over", left, f"less than a chunk of {chunk_slots} slots, or beyond the limit"),
         VramLine(
@@ -140,7 +152,14 @@ def plan_vram(
         ),
     )
     return VramPlan(
-        num_slots, chunk_slots, elastic_slots, stage_slots, activation_slots, lines, options.landing
+        num_slots,
+        chunk_slots,
+        elastic_slots,
+        stage_slots,
+        activation_slots,
+        lines,
+        options.landing,
+        options.ahead,
     )
 
 

@@ -20,6 +20,7 @@ def test_without_flags_it_is_the_target_machine() -> None:
     options = parse_options([])
     assert (options.mode, options.layers, options.vram_gib) == ("exact", None, 24.0)
     assert options.streams == (1, 2, 4)
+    assert (options.ahead, options.guess_recall) == (1, 0.67)
     assert options.out is None
 
 
@@ -40,6 +41,8 @@ def test_flags_are_read() -> None:
         ("--streams 5", "5 is not in 1..4"),
         ("--vram -1", "-1 is not a number from 0"),
         ("--soak nan", "nan is not a number from 0"),
+        ("--ahead 5", "5 is not in 0..4"),
+        ("--guess-recall 1.5", "1.5 is not a number from 0 to 1"),
         ("--model here", "unrecognized arguments: --model here"),
         ("--lay 5", "unrecognized arguments: --lay 5"),
     ],

@@ -56,6 +56,13 @@ def test_the_explanation_adds_up_to_what_is_free() -> None:
     assert len(explain(plan)) == len(plan.lines)
 
 
+def test_what_is_fetched_ahead_takes_two_buffers_each() -> None:
+    none, two = (plan_vram(FULL, 14 * GIB, "fast", VramOptions(ahead=ahead)) for ahead in (0, 2))
+    held = [{line.name: line.num_bytes for line in plan.lines}["landing"] for plan in (none, two)]
+    assert held[1] - held[0] == 4 * FULL.expert_bytes
+    assert (none.ahead, two.ahead) == (0, 2)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_invariants_hold_for_any_machine(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -2,7 +2,8 @@
 
 Random weights give a router that knows popularity at best (synthetic.py's SKEW): what neighbouring tokens
 share, on which a cache lives, comes from traces. The router runs all the same, and its weights are kept, so
-that a step costs what it costs; one small copy a layer is added.
+that a step costs what it costs; one small copy a layer is added. What a router would say one layer early
+(offload/look_ahead.py) is as meaningless then, so guesses are prescribed too.
 """
 
 from __future__ import annotations
@@ -22,23 +23,37 @@ before the step in front of it."""
 
 
 class ImposedRoutes:
-    """Owns the picks of the step that runs. Engine thread only.
+    """Owns the picks of the step that runs, and guesses of them. Engine thread only.
 
     traces: one for each stream, integers (tokens, sparse layers, top_k); a stream that reaches the end of its
-    trace begins it again. send() must come before each decode step; the end of the one before it must have
-    been waited for. Steps before the first call pick experts 0 to top_k - 1.
+    trace begins it again. guesses: of each trace, likewise; the traces themselves if None. send() must come
+    before each decode step; the end of the one before it must have been waited for. Steps before the first
+    call pick experts 0 to top_k - 1.
+
+    guesses_of_step: int64 (sparse layers, max_rows, top_k) on the device, for LookAhead.impose.
     """
 
-    def __init__(self, traces: Sequence[NDArray[np.integer[Any]]], max_rows: int, device: Any) -> None:
+    def __init__(
+        self,
+        traces: Sequence[NDArray[np.integer[Any]]],
+        max_rows: int,
+        device: Any,
+        guesses: Sequence[NDArray[np.integer[Any]]] | None = None,
+    ) -> None:
         _, num_layers, top_k = traces[0].shape
-        self._traces = [trace.astype(np.int64) for trace in traces]
+        guesses = traces if guesses is None else guesses
+        self._traces = [
+            np.stack([picks, guessed], axis=1).astype(np.int64)
+            for picks, guessed in zip(traces, guesses, strict=True)
+        ]
         self._staged = torch.zeros(
-            (NUM_STAGED, num_layers, max_rows, top_k),
+            (NUM_STAGED, 2, num_layers, max_rows, top_k),
             dtype=torch.int64,
             pin_memory=torch.cuda.is_available(),
         )
         self._staged[:] = torch.arange(top_k)
-        self._picks = self._staged[0].to(device, copy=True)
+        self._sent = self._staged[0].to(device, copy=True)
+        self._picks, self.guesses_of_step = self._sent
         self._places = [0] * len(traces)
         self._num_sent = 0
         self._last: tuple[int, ...] = ()
@@ -73,8 +88,8 @@ class ImposedRoutes:
         self._num_sent += 1
         numbers = staged.numpy()
         for row, stream in enumerate(streams):
-            numbers[:, row] = self._traces[stream][self._places[stream]]
-        launch_fetch(staged, self._picks)
+            numbers[:, :, row] = self._traces[stream][self._places[stream]]
+        launch_fetch(staged, self._sent)
 
     def _wrap(self, index: int) -> Callable[[Any], Any]:
         picks_of_layer = self._picks[index]

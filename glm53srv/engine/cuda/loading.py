@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
-from glm53srv.engine.cuda.moe import adopt_sparse_layers, tables_of
+from glm53srv.engine.cuda.moe import adopt_sparse_layers, router_of, tables_of
 from glm53srv.engine.cuda.package import Package
 from glm53srv.engine.cuda.weights import ArenaTensors
 from glm53srv.errors import MachineError
@@ -207,7 +207,8 @@ def _open_with(
     free = free_vram(loaded.device, options.vram_bytes)
     plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
     tables = [tables_of(layer) for layer in loaded.layers]
-    memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan)
+    routers = [router_of(layer) for layer in loaded.layers]
+    memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan, routers)
     offload = GpuOffload(
         memory,
         options.max_streams,

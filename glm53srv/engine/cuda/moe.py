@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from glm53srv.engine.cuda.graphs import is_latent_attention
 from glm53srv.offload.device.gpu.gpu_memory import LayerTables
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+from glm53srv.offload.device.gpu.launch import RouterWeights
 
 
 def stock_class() -> Any:
@@ -63,12 +65,14 @@ def make_offloaded_class(base: Any) -> type[Any]:
     class OffloadedMlp(base):  # type: ignore[misc]
         """Takes over an instance that has not loaded yet: see adopt."""
 
-        def adopt(self, sparse_layer: int, side_stream: Any = None) -> None:
+        def adopt(self, sparse_layer: int, side_stream: Any = None, *, is_led: bool = False) -> None:
             """Become a layer of the offload; without one, experts are read where their tensors lie.
 
-            side_stream: for the shared expert, None to leave it to the package.
+            side_stream: for the shared expert, None to leave it to the package. is_led: it follows another
+            sparse layer with no latent attention between, so in one graph.
             """
             self.sparse_layer = sparse_layer
+            self.is_led = is_led
             self.offload: GpuOffload | None = None
             self._side_stream = side_stream
             self._shared_input: Any = None  # of the decode step that runs
@@ -114,7 +118,7 @@ def make_offloaded_class(base: Any) -> type[Any]:
                 x, self._shared_input = self._shared_input, None
                 if x is not None:
                     self.shared_experts.begin(x, params)
-                self.offload.land_layer()
+                self.offload.land_layer(self.sparse_layer)
             return picks, weights
 
     return OffloadedMlp
@@ -129,12 +133,15 @@ def adopt_sparse_layers(model: Any, stock: Any = None, side_stream: Any = None) 
     stock = stock or stock_class()
     ours: Any = make_offloaded_class(stock)
     layers: list[Any] = []
+    is_led = False
     for module in model.modules:
-        mlp = getattr(module, "mlp", None)
+        attention, mlp = (getattr(module, name, None) for name in ("attn", "mlp"))
+        is_led = is_led and not (attention is not None and is_latent_attention(attention))
         if isinstance(mlp, stock):
             mlp.__class__ = ours
-            mlp.adopt(len(layers), side_stream)
+            mlp.adopt(len(layers), side_stream, is_led=is_led)
             layers.append(mlp)
+            is_led = True
     return layers
 
 
@@ -148,3 +155,18 @@ def tables_of(layer: Any) -> LayerTables:
         scales,
         scales.clone(),
     )
+
+
+def router_of(layer: Any) -> RouterWeights | None:
+    """Give a loaded layer's router for guesses; None where they cannot be made.
+
+    That is where the layer follows no other in one graph, and where its router chooses otherwise than by
+    sigmoid plus bias ("dots" to the package), which no published GLM-5.3 does.
+    """
+    if not layer.is_led or layer.router_type != "dots":
+        return None
+    config = layer.routing_cfg
+    gate, bias = config.gate_tensor, config.e_score_correction_bias
+    if bias is None:
+        return RouterWeights(gate, torch.zeros(gate.shape[1], dtype=torch.float32, device=gate.device))
+    return RouterWeights(gate, bias.float())

@@ -28,6 +28,8 @@ class Counts:
     num_picks: int = 0
     num_hit_picks: int = 0
     num_kept: int = 0
+    num_guessed: int = 0
+    num_guessed_right: int = 0
     gpu_lane_ms: float = 0.0
     cpu_wait_ms: float = 0.0
     num_cpu_last: int = 0
@@ -45,12 +47,14 @@ class Counts:
         kept: NDArray[np.int32],
         lanes: NDArray[np.int8],
         counts: NDArray[np.int32],
+        guesses: NDArray[np.int32],
     ) -> None:
         """Add a decode step's routing log.
 
         picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
-        7 words), distinct experts in VRAM, over the link, on the CPU; three times; and the blocks of the
-        shared one on the CPU.
+        7 or more), distinct experts in VRAM, over the link, on the CPU; three times; and the blocks of the
+        shared one on the CPU. guesses: (layers, 2 or more), experts that were fetched ahead, and how many of
+        them were picked.
         """
         in_vram, over_link, on_cpu = counts[:, :3].sum(axis=0).tolist()
         self.num_vram += in_vram
@@ -60,6 +64,9 @@ class Counts:
         self.num_hit_picks += int((lanes == Lane.VRAM).sum())
         self.num_kept += int((kept >= 0).sum())
         self.num_split += int((counts[:, 6] > 0).sum())
+        guessed, right = guesses[:, :2].sum(axis=0).tolist()
+        self.num_guessed += guessed
+        self.num_guessed_right += right
 
     def add_times(self, gpu_lane_ms: float, wait_ms: NDArray[np.float64]) -> None:
         """Add a decode step's lanes: the GPU's in all, and each layer's wait for the CPU behind it."""

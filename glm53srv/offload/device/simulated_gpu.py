@@ -221,7 +221,8 @@ class SimulatedOffload:
         routed = picks[:, :-1]
         one = slice(layer, layer + 1)
         parts = self.arena.layout.num_parts
-        split = split_picks(routed.reshape(1, -1), step.table[one], step.heat[one], step.cpu_count, parts)
+        picked = routed.reshape(1, -1)
+        split = split_picks(picked, step.table[one], step.heat[one], step.cpu_count, num_parts=parts)
         step.log[layer] = routed.reshape(-1)
         self._keep(step, layer, split)
         self._counts.num_vram += int(split.num_hits[0])
@@ -409,7 +410,7 @@ class OffloadedExperts:
 
 def plan_slots(geometry: ExpertGeometry, options: OffloadOptions) -> VramPlan:
     """Divide the cache of a simulated GPU; see OffloadOptions.vram. Raises MachineError."""
-    vram = replace(options.vram, landing=0)
+    vram = replace(options.vram, landing=0, ahead=0)
     num_slots = vram.max_slots or max(2, geometry.num_keys // 8)
     chunk_slots = options.chunk_slots or max(1, num_slots // 8)
     free_bytes = vram.reserve_bytes(options.mode) + num_slots * geometry.expert_bytes

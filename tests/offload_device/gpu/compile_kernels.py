@@ -18,7 +18,14 @@ from triton.compiler import ASTSource
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
-from glm53srv.offload.device.gpu.copy_kernel import ITEMS, NO_CUT, NUM_PROGRAMS, gather_experts
+from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, NO_CUT, gather_experts
+from glm53srv.offload.device.gpu.guess_kernel import (
+    INPUTS,
+    SCORED,
+    choose_experts,
+    list_experts,
+    score_experts,
+)
 from glm53srv.offload.device.gpu.host_reader import BLOCK as FETCH_BLOCK
 from glm53srv.offload.device.gpu.host_reader import fetch_words
 from glm53srv.offload.device.gpu.launch import UNIT_BYTES, WORD_BYTES, cut_of
@@ -54,6 +61,12 @@ PLAN = {
     "log_kept": "*i32",
     "first_seq": "*i32",
     "fence": "*i32",
+    "ahead_experts": "*i64",
+    "ahead_count": "*i32",
+    "keep_sources": "*i64",
+    "keep_targets": "*i64",
+    "keep_count": "*i32",
+    "ahead_told": "*i32",
     "home": "i64",
     "landing": "i64",
     "num_landing": "i32",
@@ -63,6 +76,7 @@ PLAN = {
     "rows": "i32",
     "num_picks": "i32",
     "side": "i32",
+    "ahead_buffer": "i64",
 }
 PLAN_CONSTANTS = {
     **RECORD,
@@ -88,15 +102,67 @@ GATHER = {
 }
 GATHER_CONSTANTS = {
     "words": LAYOUT.record_bytes // 8,
-    "num_programs": NUM_PROGRAMS,
-    "items": ITEMS,
+    "num_programs": ALONE.programs,
+    "items": ALONE.items,
     "num_scales": LAYOUT.intermediate,
     "unit_words": UNIT_BYTES // WORD_BYTES,
 }
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "plan_layer fast": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": True, "has_clock": True}),
-    "plan_layer exact": (plan_layer, PLAN, {**PLAN_CONSTANTS, "has_cpu": False, "has_clock": True}),
+    "plan_layer fast": (
+        plan_layer,
+        PLAN,
+        {**PLAN_CONSTANTS, "has_cpu": True, "has_clock": True, "has_ahead": False},
+    ),
+    "plan_layer exact": (
+        plan_layer,
+        PLAN,
+        {**PLAN_CONSTANTS, "has_cpu": False, "has_clock": True, "has_ahead": False},
+    ),
+    "plan_layer fast, ahead": (
+        plan_layer,
+        PLAN,
+        {**PLAN_CONSTANTS, "has_cpu": True, "has_clock": True, "has_ahead": True},
+    ),
+    "plan_layer exact, ahead": (
+        plan_layer,
+        PLAN,
+        {**PLAN_CONSTANTS, "has_cpu": False, "has_clock": True, "has_ahead": True},
+    ),
+    "score_experts": (
+        score_experts,
+        {
+            "x": "*fp16",
+            "gate": "*fp16",
+            "bias": "*fp32",
+            "scores": "*fp32",
+            "num_experts": "i32",
+            "input_stride": "i32",
+            "expert_stride": "i32",
+        },
+        {"hidden": 4096, "scored": SCORED, "inputs": INPUTS},
+    ),
+    "list_experts": (
+        list_experts,
+        {"scores": "*fp32", "lists": "*i64", "num_experts": "i32"},
+        {"top_k": 8, "width": 512},
+    ),
+    "choose_experts": (
+        choose_experts,
+        {
+            "lists": "*i64",
+            "slots": "*i32",
+            "experts": "*i64",
+            "sources": "*i64",
+            "targets": "*i64",
+            "count": "*i32",
+            "home": "i64",
+            "buffer": "i64",
+            "rows": "i32",
+            "num_ahead": "i32",
+        },
+        {"top_k": 8, "width": 32, "record_bytes": RECORD["record_bytes"]},
+    ),
     "point_layer": (
         point_layer,
         {
@@ -133,6 +199,17 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         gather_experts,
         GATHER,
         {**GATHER_CONSTANTS, **dataclasses.asdict(cut_of(LAYOUT)), "is_cut": True},
+    ),
+    "gather_experts beside": (
+        gather_experts,
+        GATHER,
+        {
+            **GATHER_CONSTANTS,
+            **dataclasses.asdict(NO_CUT),
+            "is_cut": False,
+            "num_programs": BESIDE.programs,
+            "items": BESIDE.items,
+        },
     ),
     "fetch_words": (
         fetch_words,

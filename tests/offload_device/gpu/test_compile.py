@@ -48,12 +48,13 @@ def test_kernels_compile_for(architecture: int, tmp_path: Path) -> None:
         assert facts["target"] == f"sm_{architecture}", name
     # The last word of a job is written so that the CPU sees all the others before it.
     fences = re.compile(r"atom\.global\.(?:sys\.acq_rel|acq_rel\.sys)\.add\.u32")
-    plan = compiled["plan_layer fast"]["ptx"]
-    (fence,) = fences.finditer(plan)
-    assert len(re.findall(r"st\.global", plan[fence.end() :])) == 1
-    assert not fences.search(compiled["plan_layer exact"]["ptx"])
-    # The input travels in pieces that the link likes.
-    assert re.search(r"st\.global\.v4\.b32", plan[: fence.start()])
+    for ending in ("", ", ahead"):
+        plan = compiled[f"plan_layer fast{ending}"]["ptx"]
+        (fence,) = fences.finditer(plan)
+        assert len(re.findall(r"st\.global", plan[fence.end() :])) == 1
+        assert not fences.search(compiled[f"plan_layer exact{ending}"]["ptx"])
+        # The input travels in pieces that the link likes.
+        assert re.search(r"st\.global\.v4\.b32", plan[: fence.start()])
     # Copies go by 16 bytes, also where blocks are left out.
     for name in ("gather_experts whole", "gather_experts in part"):
         assert re.search(r"ld\.global\.v2\.b64", compiled[name]["ptx"]), name

@@ -59,7 +59,7 @@ def run_layer(arena: ExpertArena, layer: int, ring: MailRing, rng: np.random.Gen
     launch_plan(inputs, outputs, landing, ring)
     out = torch.zeros(1, hidden)
     launch_combine(out, counts, layer, ring)  # waits for the job of this number
-    assert counts.tolist() == [0, 0, top_k, 0, 0, 0, 0]
+    assert counts.tolist() == [0, 0, top_k, 0, 0, 0, 0, 0]
     assert bool(out.any())
 
 

@@ -145,7 +145,7 @@ def test_the_lanes_of_a_layer_add_up(any_arena: ExpertArena, seed: int, num_land
         ring = make_ring(mailbox, "cpu")
         ring.first_seq.fill_(1 - layer)
         launch_plan(inputs, card.outputs, landing, ring)
-        launch_gather(landing, arena.layout.record_bytes, cut_of(arena.layout))
+        launch_gather(landing, arena.layout.record_bytes, cut=cut_of(arena.layout))
         wide, kept = x.astype(np.float32), inputs.weights.numpy().astype(np.float32)
         on_gpu = np.where(kept == 0, -1, picks).astype(np.int32)
         out = pool.experts(wide, card.pointed(), on_gpu, kept, LIMIT, Clamp.ACTIVATION)
@@ -157,7 +157,7 @@ def test_the_lanes_of_a_layer_add_up(any_arena: ExpertArena, seed: int, num_land
         expected = pool.experts(wide, table, picks.astype(np.int32), whole, LIMIT, Clamp.ACTIVATION)
     error = np.linalg.norm(total.numpy() - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE
-    hits, link, cpu, *_, blocks = card.outputs.counts.tolist()
+    hits, link, cpu, *_, blocks, _ = card.outputs.counts.tolist()
     assert hits + link + cpu == len(np.unique(picks))
     assert int(head) == min(offers.tail, num_landing, link - (blocks > 0))
     assert blocks < arena.layout.num_blocks

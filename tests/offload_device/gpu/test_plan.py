@@ -12,19 +12,23 @@ from glm53srv.offload.cost import CostModel, Parts, cpu_count_table
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
 from glm53srv.offload.device.gpu.launch import (
     COUNT_WORDS,
+    Ahead,
     Landing,
     PlanInputs,
     PlanOutputs,
     int32_bits,
+    make_landing,
     power_of_two,
 )
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.mailbox import LAYER, PICKS, POSTED, Mailbox, MailboxShape
-from glm53srv.offload.offers import BARRED, RING_SLOTS, Keeping, Offers, keep_picks, wrapped
+from glm53srv.offload.look_ahead import MAX_AHEAD
+from glm53srv.offload.offers import ABSENT, BARRED, RING_SLOTS, Keeping, Offers, keep_picks, wrapped
 from glm53srv.offload.split import Lane, Split, split_picks
 
 HIDDEN, RECORD, UP, DOWN, HOME, LANDING = 256, 36_864, 12_288, 24_576, 0x7000_0000_0000, 0x6000_0000_0000
 SCALES, SCALES_BYTES, PART_BLOCKS = 0x5000_0000_0000, 4096, 3
+AHEAD = 0x4000_0000_0000
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Case:
     num_landing: int
     offers: Offers
     head: int
+    fetched: np.ndarray | None  # ahead of the layer, in order; None for a layer that is not guessed
     num_parts: int
 
     @property
@@ -52,7 +57,8 @@ class Case:
 
     def split(self) -> Split:
         picks = self.picks.reshape(1, -1)
-        return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count, self.num_parts)
+        fetched = None if self.fetched is None else self.fetched[None]
+        return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count, fetched, self.num_parts)
 
     def keeping(self) -> Keeping:
         """What the rule of offers says."""
@@ -115,6 +121,31 @@ def landing_for(case: Case) -> Landing:
     )
 
 
+def ahead_for(case: Case) -> Ahead | None:
+    """What was fetched for the layer, among words that a kernel must not take for it."""
+    if case.fetched is None:
+        return None
+    experts = torch.full((MAX_AHEAD,), int(case.picks.max(initial=0)), dtype=torch.int64)
+    experts[: len(case.fetched)] = torch.from_numpy(case.fetched)
+    sources, targets = torch.full((2, MAX_AHEAD), 7, dtype=torch.int64)
+    count = torch.full((1,), len(case.fetched), dtype=torch.int32)
+    unused = make_landing(torch.zeros((MAX_AHEAD, 1), dtype=torch.uint8))
+    fetches = replace(unused, address=AHEAD, sources=sources, targets=targets, count=count)
+    keeps = replace(
+        fetches, sources=sources.clone(), targets=targets.clone(), count=torch.full_like(count, 99)
+    )
+    return Ahead(experts, fetches, keeps, torch.full((2,), 99, dtype=torch.int32))
+
+
+def random_fetches(rng: np.random.Generator, picks: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
+    """Experts without a slot, picked or not, or None."""
+    absent = np.flatnonzero(slots == ABSENT)
+    picked = np.intersect1d(absent, picks)
+    right = rng.permutation(picked)[: int(rng.integers(0, 4))]
+    wrong = rng.permutation(np.setdiff1d(absent, picked))[: int(rng.integers(0, 4))]
+    return None if rng.random() < 0.3 else rng.permutation(np.concatenate([right, wrong]))[:MAX_AHEAD]
+
+
 def random_case(rng: np.random.Generator) -> Case:
     rows, top_k = int(rng.integers(1, 5)), int(rng.integers(1, 9))
     num_experts = int(rng.integers(top_k, 65))
@@ -146,6 +177,7 @@ def random_case(rng: np.random.Generator) -> Case:
         rng.integers(2**40, 2**46, num_slots).astype(np.int64) * 256,
         num_landing,
         *random_offers(rng, num_slots, heat),
+        random_fetches(rng, picks, slots),
         parts.num_parts,
     )
 
@@ -160,7 +192,9 @@ def random_offers(rng: np.random.Generator, num_slots: int, heat: np.ndarray) ->
     return Offers(threshold, wrapped(first), wrapped(tail), ring), wrapped(head)
 
 
-def check_case(case: Case, inputs: PlanInputs, outputs: PlanOutputs, landing: Landing) -> Split:
+def check_case(
+    case: Case, inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ahead: Ahead | None
+) -> Split:
     """Compare everything but the mailbox with the rules."""
     split, keeping, weights = case.split(), case.keeping(), inputs.weights
     kept = keeping.slots[0]
@@ -179,15 +213,19 @@ def check_case(case: Case, inputs: PlanInputs, outputs: PlanOutputs, landing: La
     )
     masked = np.where((lanes == Lane.CPU).reshape(case.picks.shape), np.float16(0), case.weights)
     np.testing.assert_array_equal(weights.numpy(), masked)
-    over_link = flat[split.standing[0] & np.isin(lanes, (Lane.LINK, Lane.SPLIT))].tolist()
+    fetched = [] if case.fetched is None else case.fetched.tolist()
+    right = [expert for expert in fetched if expert in flat]
+    assert sorted(flat[split.is_ahead[0]].tolist()) == sorted(right)
+    over_link = flat[
+        split.standing[0] & np.isin(lanes, (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
+    ].tolist()
     landed = over_link[: case.num_landing]  # in the order of their first picks
     count = int(landing.count)
     assert count == len(landed)
     assert landing.sources[:count].tolist() == [HOME + expert * RECORD for expert in landed]
     targets = {expert: LANDING + index * RECORD for index, expert in enumerate(landed)}
-    targets |= {
-        int(flat[place]): int(case.slot_addresses[kept[place]]) for place in np.flatnonzero(kept >= 0)
-    }
+    places = [place for place in np.flatnonzero(kept >= 0) if not split.is_ahead[0, place]]
+    targets |= {int(flat[place]): int(case.slot_addresses[kept[place]]) for place in places}
     assert landing.targets[:count].tolist() == [targets[expert] for expert in landed]
     assert (landing.sources[count:] == 7).all()
     expected = np.full(len(case.slots), 7, np.int64)
@@ -196,16 +234,21 @@ def check_case(case: Case, inputs: PlanInputs, outputs: PlanOutputs, landing: La
         expected[expert] = case.slot_addresses[slot] if slot >= 0 else HOME + expert * RECORD
         if expert in landed:
             expected[expert] = targets[expert]
+        if expert in right:
+            expected[expert] = AHEAD + fetched.index(expert) * RECORD
     np.testing.assert_array_equal(outputs.gate_table.numpy(), expected)
     np.testing.assert_array_equal(outputs.up_table.numpy(), np.where(expected == 7, 7, expected + UP))
     np.testing.assert_array_equal(outputs.down_table.numpy(), np.where(expected == 7, 7, expected + DOWN))
+    if ahead is not None:
+        check_ahead(case, ahead, split, kept)
     return split
 
 
 def check_sharing(case: Case, outputs: PlanOutputs, landing: Landing, split: Split) -> None:
     """Compare what a shared expert changes: its copy, its scales, and those of the other picks."""
     flat, blocks = case.picks.reshape(-1), int(split.share[0]) * PART_BLOCKS
-    over_link = flat[split.standing[0] & np.isin(split.lanes[0], (Lane.LINK, Lane.SPLIT))].tolist()
+    is_copied = np.isin(split.lanes[0], (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
+    over_link = flat[split.standing[0] & is_copied].tolist()
     shared = {int(expert) for expert in flat[split.lanes[0] == Lane.SPLIT]}
     assert len(shared) == (blocks > 0)
     count = int(landing.count)
@@ -219,6 +262,20 @@ def check_sharing(case: Case, outputs: PlanOutputs, landing: Landing, split: Spl
     for expert in np.unique(flat[flat >= 0]):
         expected[expert] = landing.scales.data_ptr() if expert in shared else own[expert]
     np.testing.assert_array_equal(outputs.scale_table.numpy(), expected)
+
+
+def check_ahead(case: Case, ahead: Ahead, split: Split, kept: np.ndarray) -> None:
+    """Compare what the plan says of the experts that were fetched ahead."""
+    fetched, flat = case.fetched, case.picks.reshape(-1)
+    assert fetched is not None
+    assert ahead.told.tolist() == [len(fetched), int(split.is_ahead.sum())]
+    stays = np.flatnonzero(split.is_ahead[0] & (kept >= 0))
+    count = int(ahead.keeps.count)
+    assert count == len(stays)
+    places = [fetched.tolist().index(flat[place]) for place in stays]
+    assert ahead.keeps.sources[:count].tolist() == [AHEAD + place * RECORD for place in places]
+    assert ahead.keeps.targets[:count].tolist() == case.slot_addresses[kept[stays]].tolist()
+    assert (ahead.fetches.sources == 7).all()  # no business of the plan's
 
 
 def check_mail(case: Case, mailbox: Mailbox, seq: int, split: Split) -> None:
@@ -250,19 +307,25 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
     mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=2**32 - 100))
     ring = make_ring(mailbox, "cpu")
     num_on_cpu = num_kept = num_split = 0
+    num_ahead = num_kept_ahead = 0
     for number in range(400):
         case, seq = random_case(rng), (2**32 - 100 + number) % 2**32
         inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
+        ahead = ahead_for(case)
         ring.first_seq.fill_(int32_bits(seq - case.layer))
-        launch_plan(inputs, outputs, landing, ring)
-        split = check_case(case, inputs, outputs, landing)
+        launch_plan(inputs, outputs, landing, ring, ahead)
+        split = check_case(case, inputs, outputs, landing, ahead)
         check_sharing(case, outputs, landing, split)
         check_mail(case, mailbox, seq, split)
         num_split += int(split.share[0] > 0)
         num_on_cpu += int(split.num_cpu[0])
         num_kept += int((outputs.log_kept >= 0).sum())
+        num_ahead += int(split.is_ahead.sum())
+        num_kept_ahead += int(((outputs.log_kept.numpy() >= 0) & split.is_ahead[0]).sum())
     assert num_on_cpu > 200
     assert num_kept > 50
+    assert num_ahead > 100
+    assert num_kept_ahead > 10
     assert num_split > 30
 
 
@@ -272,8 +335,9 @@ def test_exact_mode_needs_no_mailbox() -> None:
         case = random_case(rng)
         case.cpu_count[:] = 0
         inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
-        launch_plan(inputs, outputs, landing, None)
-        check_case(case, inputs, outputs, landing)
+        ahead = ahead_for(case)
+        launch_plan(inputs, outputs, landing, None, ahead)
+        check_case(case, inputs, outputs, landing, ahead)
 
 
 def test_a_table_too_small_for_the_picks_is_refused() -> None:

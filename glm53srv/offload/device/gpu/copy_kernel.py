@@ -11,15 +11,30 @@ The number of programs did not matter there from 16 to 264; few leave multiproce
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from glm53srv.offload.device.gpu.launch import UNIT_BYTES, WORD_BYTES, Landing, RecordCut
 
-NUM_PROGRAMS = 32
-ITEMS = 2048
-"""Words of a program's piece: 16 KiB on their way at once."""
+
+@dataclass(frozen=True, slots=True)
+class CopyShape:
+    """How a copy is spread out. items: words of 8 bytes that a program has on their way at once, a power of
+    two; warps: of a program."""
+
+    programs: int
+    warps: int
+    items: int
+
+
+ALONE = CopyShape(32, 4, 2048)
+"""For copies that are waited for."""
+BESIDE = CopyShape(64, 1, 512)
+"""For copies beside other kernels: as much on its way as with 16 programs of the other shape, the fewest that
+filled the link. A program takes 1,536 registers of a multiprocessor and not 6,144 (48 of a thread, sm_86 and
+sm_90 by ptxas), so that it finds place beside programs which leave little. Not timed yet."""
 
 
 @triton.jit
@@ -84,7 +99,9 @@ NO_CUT = RecordCut(1, 1, 1, 1, 1, 1, 1)
 """Stands where nothing is left out."""
 
 
-def launch_gather(landing: Landing, num_bytes: int, cut: RecordCut | None = None) -> None:
+def launch_gather(
+    landing: Landing, num_bytes: int, shape: CopyShape = ALONE, *, cut: RecordCut | None = None
+) -> None:
     """Copy num_bytes, a multiple of 16, of each expert that landing's lists name, on the current stream.
 
     Addresses are multiples of 16. No target may overlap a source or another target. cut: how landing's skips
@@ -94,7 +111,7 @@ def launch_gather(landing: Landing, num_bytes: int, cut: RecordCut | None = None
         raise ValueError(f"cannot copy {num_bytes} bytes: not a multiple of 16")
     if landing.num_experts == 0:
         return
-    gather_experts[(NUM_PROGRAMS,)](
+    gather_experts[(shape.programs,)](
         landing.sources,
         landing.targets,
         landing.count,
@@ -102,10 +119,11 @@ def launch_gather(landing: Landing, num_bytes: int, cut: RecordCut | None = None
         landing.scales,
         landing.mask,
         words=num_bytes // 8,
-        num_programs=NUM_PROGRAMS,
-        items=ITEMS,
+        num_programs=shape.programs,
+        items=shape.items,
         is_cut=cut is not None,
         **dataclasses.asdict(cut or NO_CUT),
         num_scales=len(landing.scales),
         unit_words=UNIT_BYTES // WORD_BYTES,
+        num_warps=shape.warps,
     )

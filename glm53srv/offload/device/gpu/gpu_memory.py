@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.gpu.launch import RouterWeights
 from glm53srv.offload.elastic import LoanParams
 from glm53srv.offload.vram_plan import VramPlan
 
@@ -29,7 +30,8 @@ class LayerTables:
 class GpuMemory:
     """What an offload is built on. arena: filled and registered; alias: its bytes on the device.
 
-    tables: of the sparse layers. plan: division of the VRAM. loan: what a chunk's activations take.
+    tables: of the sparse layers. plan: division of the VRAM. loan: what a chunk's activations take. routers:
+    of the sparse layers that may be guessed from the layer in front, None for the others; see look_ahead.py.
     """
 
     arena: ExpertArena
@@ -37,3 +39,4 @@ class GpuMemory:
     tables: list[LayerTables]
     plan: VramPlan
     loan: LoanParams = field(default_factory=LoanParams)
+    routers: list[RouterWeights | None] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The offload on a GPU: plans in the stream, policy on the host one step behind, copies beside both.
 
 decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts of the link land in VRAM ->
-                experts -> wait, add the CPU's part
+                experts -> wait, add the CPU's part; beside it an expert of the next layer, see look_ahead.py
 decode step     once its kernels are enqueued the host reads the log of the step before, advances residency,
                 issues copies, and enqueues the table's changes behind the step
 prefill layer   pointers of all experts: staged slot, else resident slot, else home; no log, no heat
@@ -38,6 +38,7 @@ from glm53srv.offload.device.gpu.launch import (
     cut_of,
     make_landing,
 )
+from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, make_side_streams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.gpu.step_words import StepWords
@@ -120,10 +121,13 @@ class GpuOffload:
         self._cut = cut_of(arena.layout)
         self._num_tables = 0
         self._vram_bytes = 0
-        self._logs = HostLogs(self._log, self._lanes, self._counts)
         self._report: OffloadReport | None = None
         # Slices made once: a step asks for each of them, and making one costs a microsecond of the host.
         self._slot_rows = [self.store.device_table[layer] for layer in range(layers)]
+        self.look_ahead = LookAhead(
+            self._guessed_model(memory), plan.ahead, max_rows, device, make_side_streams(device)
+        )
+        self._logs = HostLogs(self._log, self._lanes, self._counts, self.look_ahead.told)
         self._count_rows = [self._counts[layer] for layer in range(layers)]
         self._outputs = [
             [self._make_outputs(layer, rows * geometry.top_k) for layer in range(layers)]
@@ -345,13 +349,16 @@ class GpuOffload:
             part_blocks=layout.num_blocks // layout.num_parts,
         )
         ring = None if lane is None else lane.ring
-        launch_plan(inputs, self._outputs[self._rows][layer], self.landing, ring)
+        ahead = self.look_ahead.ahead_of(layer)
+        launch_plan(inputs, self._outputs[self._rows][layer], self.landing, ring, ahead)
+        self.look_ahead.guess(layer, x)
 
-    def land_layer(self) -> None:
+    def land_layer(self, layer: int) -> None:
         """Copy the experts that the layer just planned wants over the link: decode."""
         if self._rows:
             cut = None if self.lane is None else self._cut
-            launch_gather(self.landing, self.arena.layout.record_bytes, cut)
+            launch_gather(self.landing, self.arena.layout.record_bytes, cut=cut)
+            self.look_ahead.fetch(layer)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Add the CPU's part to a layer's sum, float32 (rows, hidden), behind a wait for it."""
@@ -361,8 +368,10 @@ class GpuOffload:
             launch_combine(out, self._count_rows[layer], layer, self.lane.ring)
 
     def end_layer(self, layer: int) -> None:
-        """Issue the copies of the layer after next, behind a prefill layer's kernels."""
-        if not self._rows and self._chunk is not None:
+        """Issue the copies of the layer after next, behind a prefill layer's kernels; end a decode layer."""
+        if self._rows:
+            self.look_ahead.join(layer)
+        elif self._chunk is not None:
             self._chunk.end_layer(layer)
 
     def point(self, layer: int, slots: torch.Tensor) -> None:
@@ -386,6 +395,13 @@ class GpuOffload:
             raise EngineError("the offload was not started")
         return self._ledger
 
+    def _guessed_model(self, memory: GpuMemory) -> GuessedModel:
+        """Tell the look-ahead what it may guess."""
+        num_layers = memory.arena.geometry.num_layers
+        homes = [self.home(layer) for layer in range(num_layers)]
+        size = memory.arena.layout.record_bytes
+        return GuessedModel(memory.arena.geometry, size, memory.routers, self._slot_rows, homes)
+
     def _make_outputs(self, layer: int, width: int) -> PlanOutputs:
         tables = self.tables[layer]
         return PlanOutputs(
@@ -403,7 +419,7 @@ class GpuOffload:
         self.last_picks = log.picks
         self.policy.observe(log.picks, log.kept)
         self._heat_keeper.end_step(self.policy.history)
-        self.counts.add_log(log.picks, log.kept, log.lanes, log.counts)
+        self.counts.add_log(log.picks, log.kept, log.lanes, log.counts, log.guesses)
         if self.lane is not None:
             times = read_stamps(log, self.arena.layout.num_blocks)
             self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)

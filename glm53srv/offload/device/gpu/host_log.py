@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 class StepLog:
     """A step's routing log: picks, kept int32, lanes int8 (layers, picks), counts int32 (layers, words).
 
+    guesses: int32 (layers, TOLD_WORDS), experts that were fetched ahead, and how many of them were picked.
+
     Views of pinned memory, valid until the next but one swap.
     """
 
@@ -20,6 +22,7 @@ class StepLog:
     kept: NDArray[np.int32]
     lanes: NDArray[np.int8]
     counts: NDArray[np.int32]
+    guesses: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,10 @@ def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
     planned, arrived, answered = log.counts[:, 3:6].T
     is_timed = (planned != 0) & (arrived != 0)
     lane_ms = (arrived - planned)[is_timed].astype(np.float64) / 1e6  # low words: differences wrap as they do
-    part = log.counts[is_timed, 6] / num_blocks
-    hits, link = (log.counts[is_timed, 0] + part).tolist(), (log.counts[is_timed, 1] - part).tolist()
+    # What was fetched ahead took the layer no time of the link's: hits, as the split says.
+    off_link = log.guesses[is_timed, 1] + log.counts[is_timed, 6] / num_blocks
+    hits = (log.counts[is_timed, 0] + off_link).tolist()
+    link = (log.counts[is_timed, 1] - off_link).tolist()
     wait_ms = (answered - arrived)[is_timed].astype(np.float64) / 1e6
     return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms)
 
@@ -50,9 +55,11 @@ def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
 class HostLogs:
     """Two pinned copies of the device's log: one travels while the other is read. Engine thread only."""
 
-    def __init__(self, words: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor) -> None:
+    def __init__(
+        self, words: torch.Tensor, lanes: torch.Tensor, counts: torch.Tensor, guesses: torch.Tensor
+    ) -> None:
         """words: int32 (2, layers, picks), the picks and what was kept of them."""
-        self._sources = (words, lanes, counts)
+        self._sources = (words, lanes, counts, guesses)
         self._buffers = [
             tuple(torch.empty(source.shape, dtype=source.dtype).pin_memory() for source in self._sources)
             for _ in range(2)
@@ -83,6 +90,6 @@ class HostLogs:
         if not used:
             return None
         self._events[index].synchronize()
-        words, lanes, counts = self._buffers[index]
+        words, lanes, counts, guesses = self._buffers[index]
         picks, kept = words[:, :, :used].numpy()
-        return StepLog(picks, kept, lanes[:, :used].numpy(), counts.numpy())
+        return StepLog(picks, kept, lanes[:, :used].numpy(), counts.numpy(), guesses.numpy())

@@ -47,11 +47,15 @@ class PlanInputs:
     part_blocks: int
 
 
-COUNT_WORDS = 7
+COUNT_WORDS = 8
 """Words of a layer's counts: experts in VRAM, over the link, on the CPU; then the low words of three times of
 the device in ns: when the plan was about to post its job, when the GPU's lane was done, when the CPU's answer
 was there; and 128-blocks of the shared expert on the CPU. Without workers, or under Triton's interpreter,
-which has no clock, the times stay 0."""
+which has no clock, the times stay 0. A word more, so that each layer's begin at a multiple of 16 bytes: for
+other places Triton compiles a kernel anew, and none that is new may be met in a capture."""
+TOLD_WORDS = 4
+"""Words of what a plan tells of guesses: experts that were fetched ahead of the layer, and how many of them
+it picked; likewise with two words more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,30 @@ def cut_of(layout: RecordLayout) -> RecordCut:
         down_begin=layout.offset(Part.DOWN) // UNIT_BYTES,
         down_block=layout.hidden // BLOCK * down * (BLOCK // TILE),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What was fetched ahead for a layer (offload/look_ahead.py), as its plan sees it; all on the device.
+
+    experts: int64 (MAX_AHEAD,), of which the first fetches.count are there: number i lies in buffer i of
+    fetches. keeps: the copies into slots that the plan wants of them. told: int32 (TOLD_WORDS,), written by
+    the plan.
+    """
+
+    experts: torch.Tensor
+    fetches: Landing
+    keeps: Landing
+    told: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """A layer's router as guesses use it. gate: floats (hidden, experts), any strides. bias: float32
+    (experts,), added to the sigmoid for the choice."""
+
+    gate: torch.Tensor
+    bias: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

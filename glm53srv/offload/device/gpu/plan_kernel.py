@@ -11,8 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
+from glm53srv.offload import look_ahead
 from glm53srv.offload import offers as offers_rule
-from glm53srv.offload.device.gpu.launch import Landing, MailRing, PlanInputs, PlanOutputs, power_of_two
+from glm53srv.offload.device.gpu.launch import (
+    Ahead,
+    Landing,
+    MailRing,
+    PlanInputs,
+    PlanOutputs,
+    power_of_two,
+)
 
 LANE_VRAM = tl.constexpr(1)
 LANE_LINK = tl.constexpr(2)
@@ -36,6 +44,9 @@ RING_SLOTS = tl.constexpr(offers_rule.RING_SLOTS)
 ABSENT = tl.constexpr(offers_rule.ABSENT)
 """Places in the words of offers.Offers, and values of that rule."""
 
+MAX_AHEAD = tl.constexpr(look_ahead.MAX_AHEAD)
+"""Experts that may be fetched ahead, a power of two."""
+
 COPY_ITEMS = tl.constexpr(2048)
 
 
@@ -50,6 +61,7 @@ COPY_ITEMS = tl.constexpr(2048)
         "num_picks",
         "rows",
         "side",
+        "ahead_buffer",
     ]
 )
 def plan_layer(
@@ -78,6 +90,12 @@ def plan_layer(
     log_kept,
     first_seq,
     fence,
+    ahead_experts,
+    ahead_count,
+    keep_sources,
+    keep_targets,
+    keep_count,
+    ahead_told,
     home,
     landing,
     num_landing,
@@ -87,6 +105,7 @@ def plan_layer(
     rows,
     num_picks,
     side,
+    ahead_buffer,
     record_bytes: tl.constexpr,
     up_offset: tl.constexpr,
     down_offset: tl.constexpr,
@@ -100,6 +119,7 @@ def plan_layer(
     has_cpu: tl.constexpr,
     num_parts: tl.constexpr,
     part_blocks: tl.constexpr,
+    has_ahead: tl.constexpr,
     has_clock: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
@@ -116,8 +136,22 @@ def plan_layer(
     is_hit = standing & (slot >= 0)
     is_miss = standing & (slot < 0)
     num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
+    num_ahead = 0
+    if has_ahead:
+        # What was fetched ahead will be there when the experts begin: no miss to be shared out.
+        number = tl.arange(0, MAX_AHEAD)
+        num_fetched = tl.load(ahead_count)
+        fetched = tl.load(ahead_experts + number, mask=number < num_fetched, other=-1).to(tl.int32)
+        is_fetched = (known[:, None] == fetched[None, :]) & is_miss[:, None]
+        is_ahead = tl.sum(is_fetched.to(tl.int32), axis=1) > 0
+        in_buffer = tl.sum(tl.where(is_fetched, number[None, :], 0), axis=1)
+        in_buffer = ahead_buffer + in_buffer.to(tl.int64) * record_bytes
+        is_miss = standing & (slot < 0) & (is_ahead == 0)
+        num_ahead = tl.sum(is_ahead.to(tl.int32), axis=0)
+        tl.store(ahead_told, num_fetched)
+        tl.store(ahead_told + 1, num_ahead)
     num_misses = tl.sum(is_miss.to(tl.int32), axis=0)
-    cpu_parts = tl.load(cpu_count + num_hits * side + num_misses)
+    cpu_parts = tl.load(cpu_count + (num_hits + num_ahead) * side + num_misses)
     num_cpu = cpu_parts // num_parts
 
     # One sortable number per pick: heat above, expert below, as in the rule.
@@ -129,6 +163,8 @@ def plan_layer(
     is_split = is_miss & (rank == num_cpu) & (cpu_parts % num_parts > 0)
     lane = tl.where(is_split, LANE_SPLIT, lane)
     lane = tl.where(is_hit, LANE_VRAM, lane)
+    if has_ahead:
+        lane = tl.where(is_ahead, LANE_LINK, lane)
     blocks = tl.where(is_split, cpu_parts % num_parts * part_blocks, 0)  # of the intermediate, on the CPU
     cpu_blocks = tl.sum(blocks, axis=0)
     lanes = tl.sum(tl.where(first[:, None] == place[None, :], lane[None, :], 0), axis=1)
@@ -137,7 +173,7 @@ def plan_layer(
     tl.store(log_picks + place, tl.where(present, expert, -1), mask=in_range)
     tl.store(log_lanes + place, lanes.to(tl.int8), mask=in_range)
     tl.store(counts, num_hits)
-    tl.store(counts + 1, num_misses - num_cpu)
+    tl.store(counts + 1, num_misses - num_cpu + num_ahead)
     tl.store(counts + 2, num_cpu)
     tl.store(counts + 6, cpu_blocks)
 
@@ -152,7 +188,12 @@ def plan_layer(
     head = tl.load(offer_head)
     first_offer = tl.load(offers + FIRST_WORD)
     head = tl.where(first_offer - head > 0, first_offer, head)
-    is_wanted = lands & (lane == LANE_LINK) & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
+    is_wanted = lands
+    if has_ahead:
+        is_wanted = lands | is_ahead
+    is_wanted = (
+        is_wanted & (lane == LANE_LINK) & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
+    )
     is_before = is_wanted[None, :] & (place[None, :] < place[:, None])
     ordinal = tl.sum(is_before.to(tl.int32), axis=1)
     takes = is_wanted & (ordinal < tl.load(offers + TAIL_WORD) - head)
@@ -171,6 +212,15 @@ def plan_layer(
     tl.store(gather_count, tl.sum(lands.to(tl.int32), axis=0))
 
     address = tl.where(is_hit, in_slot, tl.where(lands, landed, at_home))
+    if has_ahead:
+        # Computed from its buffer in any case; the copy into a slot is for the steps to come.
+        address = tl.where(is_ahead, in_buffer, address)
+        stays = is_ahead & takes
+        is_before = stays[None, :] & (place[None, :] < place[:, None])
+        copy = tl.sum(is_before.to(tl.int32), axis=1)
+        tl.store(keep_sources + copy, in_buffer, mask=stays)
+        tl.store(keep_targets + copy, in_slot, mask=stays)
+        tl.store(keep_count, tl.sum(stays.to(tl.int32), axis=0))
     tl.store(gate_table + known, address, mask=standing)
     tl.store(up_table + known, address + up_offset, mask=standing)
     tl.store(down_table + known, address + down_offset, mask=standing)
@@ -215,7 +265,13 @@ def plan_layer(
         tl.store(words + POSTED_WORD, seq + zero)
 
 
-def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring: MailRing | None) -> None:
+def launch_plan(
+    inputs: PlanInputs,
+    outputs: PlanOutputs,
+    landing: Landing,
+    ring: MailRing | None,
+    ahead: Ahead | None = None,
+) -> None:
     """Plan a layer on the current stream.
 
     inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip.
@@ -227,7 +283,8 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
     launch_gather. Those of them that take an offer are pointed to its slot instead, and inputs.slots and
     inputs.offer_head are changed by the rule of offers.py. ring: where the CPU's jobs go, that of this layer
     as number first_seq + layer, whose cell must be free. None sends nothing: cpu_count must then be all zeros
-    (exact mode).
+    (exact mode). ahead: what was fetched for this layer, to which its picks are pointed; the buffers need not
+    be filled yet.
     """
     rows, top_k = inputs.picks.shape
     side = inputs.cpu_count.shape[1]
@@ -259,6 +316,12 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         outputs.log_kept,
         outputs.counts if ring is None else ring.first_seq,
         outputs.counts if ring is None else ring.fence,
+        landing.sources if ahead is None else ahead.experts,
+        landing.count if ahead is None else ahead.fetches.count,
+        landing.sources if ahead is None else ahead.keeps.sources,
+        landing.targets if ahead is None else ahead.keeps.targets,
+        landing.count if ahead is None else ahead.keeps.count,
+        landing.count if ahead is None else ahead.told,
         inputs.home,
         landing.address,
         landing.num_experts,
@@ -268,6 +331,7 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         rows,
         rows * top_k,
         side,
+        0 if ahead is None else ahead.fetches.address,
         record_bytes=inputs.record_bytes,
         up_offset=inputs.up_offset,
         down_offset=inputs.down_offset,
@@ -281,6 +345,7 @@ def launch_plan(inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ring
         has_cpu=ring is not None,
         num_parts=inputs.num_parts,
         part_blocks=inputs.part_blocks,
+        has_ahead=ahead is not None,
         has_clock=outputs.counts.is_cuda,
     )
 

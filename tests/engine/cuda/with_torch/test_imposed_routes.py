@@ -37,6 +37,21 @@ def picks_of(layers: list[Any], rows: int) -> np.ndarray:
     return np.stack(found)
 
 
+def test_guesses_are_sent_with_the_picks_of_their_step() -> None:
+    layers = adopt_sparse_layers(Model([Block(Router(str(i), [])) for i in range(LAYERS)]), Stock)
+    traces, guesses = [trace(0, 5), trace(1, 2)], [trace(2, 5), trace(3, 2)]
+    routes = ImposedRoutes(traces, 2, "cpu", guesses)
+    routes.impose(layers)
+    place = routes.guesses_of_step.data_ptr()
+    for step in range(3):
+        routes.send([1, 0])
+        for row, stream in ((0, 1), (1, 0)):
+            token = step % len(traces[stream])
+            np.testing.assert_array_equal(picks_of(layers, 2)[:, row], traces[stream][token])
+            np.testing.assert_array_equal(routes.guesses_of_step[:, row].numpy(), guesses[stream][token])
+    assert routes.guesses_of_step.data_ptr() == place  # captured steps read it there
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_rows_pick_what_their_streams_traces_say(is_ahead: bool) -> None:
     layers = adopt_sparse_layers(Model([Block(Router(str(i), [])) for i in range(LAYERS)]), Stock)

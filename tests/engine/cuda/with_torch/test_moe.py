@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from glm53srv.engine.cuda.moe import SharedBeside, adopt_sparse_layers
+from glm53srv.engine.cuda.moe import SharedBeside, adopt_sparse_layers, router_of
 
 
 class Stock:
@@ -41,10 +42,11 @@ class Sums:
 
 
 class Block:
-    """A module with or without a feed-forward network."""
+    """A module with or without a feed-forward network and an attention."""
 
-    def __init__(self, mlp: Any = None) -> None:
+    def __init__(self, mlp: Any = None, attn: Any = None) -> None:
         self.mlp = mlp
+        self.attn = attn
 
 
 class Model:
@@ -67,8 +69,8 @@ class Offload:
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
-    def land_layer(self) -> None:
-        self.told.append(("land",))
+    def land_layer(self, layer: int) -> None:
+        self.told.append(("land", layer))
 
     def combine(self, layer: int, sums: Any) -> None:
         self.told.append(("combine", layer, sums))
@@ -85,6 +87,52 @@ def test_sparse_layers_are_adopted_in_order_and_keep_their_identity() -> None:
     assert [layer is stock for layer, stock in zip(layers, (first, second), strict=True)] == [True, True]
     assert [layer.sparse_layer for layer in layers] == [0, 1]
     assert all(isinstance(layer, Stock) and type(layer) is not Stock for layer in layers)
+
+
+class Attention:
+    """An attention or recurrent layer."""
+
+    def __init__(self, *, is_latent: bool) -> None:
+        self.caps = {"kv_cache": True} if is_latent else {}
+
+
+def test_a_layer_is_led_by_the_one_in_front_unless_a_graph_is_cut_between() -> None:
+    recurrent, latent = Attention(is_latent=False), Attention(is_latent=True)
+    modules = [
+        Block(Stock("first", []), recurrent),
+        Block(Stock("behind it", []), recurrent),
+        Block(Stock("behind a cut", []), latent),
+        Block(Stock("behind that", []), recurrent),
+        Block(object(), latent),
+        Block(Stock("behind a dense block with a cut", []), recurrent),
+        Block(object(), recurrent),
+        Block(Stock("behind a dense block", []), recurrent),
+    ]
+    layers = adopt_sparse_layers(Model(modules), Stock)
+    assert [layer.is_led for layer in layers] == [False, True, False, True, False, True]
+
+
+class RoutingConfig:
+    """What the package's router goes by, as far as a guess needs it."""
+
+    def __init__(self, bias: torch.Tensor | None) -> None:
+        self.gate_tensor = torch.ones((8, 3), dtype=torch.half)
+        self.e_score_correction_bias = bias
+
+
+@pytest.mark.parametrize("bias", [None, torch.tensor([1.0, 2.0, 3.0]), torch.ones(3).half()])
+def test_a_led_layers_router_is_its_gate_and_bias(bias: torch.Tensor | None) -> None:
+    blocks = [Block(Stock(name, []), Attention(is_latent=False)) for name in "abc"]
+    layers = adopt_sparse_layers(Model(blocks), Stock)
+    for layer, kind in zip(layers, ("dots", "dots", "std"), strict=True):
+        layer.routing_cfg, layer.router_type = RoutingConfig(bias), kind
+    assert router_of(layers[0]) is None  # no layer leads it
+    assert router_of(layers[2]) is None  # chooses otherwise
+    found = router_of(layers[1])
+    assert found is not None
+    assert found.gate is layers[1].routing_cfg.gate_tensor
+    assert found.bias.dtype == torch.float32
+    assert found.bias.tolist() == ([0.0] * 3 if bias is None else bias.tolist())
 
 
 def test_without_an_offload_a_layer_does_what_the_package_does() -> None:
@@ -106,7 +154,7 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
         ("begin", 1),
         ("router", 3, "config", "x", {}),
         ("plan", 1, "x", "picks", "weights"),
-        ("land",),
+        ("land", 1),
         ("experts", ("picks", "weights"), None),
         ("combine", 1, "sums viewed (-1, 8)"),
         ("end", 1),

@@ -1,0 +1,196 @@
+"""Experts on their way before their layer is planned: guesses, copies beside the attention, and who waits.
+
+    main stream    plan l   gather l   experts l      attention ..   plan l+1   gather l+1   experts l+1
+    guesses            `- guess l+1 ---'(joined)
+    fetches                 |     `--- fetch l+1 -----------------------------------'(joined)
+                            `(behind gather l)                            `--- keep l+1
+
+    who waits        for                what would go wrong without
+    fetch l+1        guess l+1          lists that are half written
+    fetch l+1        gather l           both on the link: layer l would come late
+    fetch l+1        experts l-1        they read the same buffers (gather l follows them on the main stream)
+    end of layer l   guess l+1          memory of the router's input is used again; plan l+1 reads the guess
+    experts l+1      fetch l+1          an expert that is not whole
+    keep l+1         plan l+1           its list; fetch l+1 comes before it on the same stream
+
+So there are two sets of buffers and lists, used in turn: while a set is read by experts l the other one is
+filled. A wrong guess is waited for as a right one is; it then had the time from gather l to gather l+1, and
+was in nobody's way on the link.
+
+A step is captured into graphs that end at each latent attention (engine/cuda/graphs.py), and a graph's end
+waits for all of it: no layer is guessed across such a place. There the side streams are joined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from glm53srv.offload.device.gpu.copy_kernel import BESIDE, launch_gather
+from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores
+from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, RouterWeights, make_landing
+from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.look_ahead import MAX_AHEAD
+
+
+class Stream(Protocol):
+    """torch's stream, as far as it is used here."""
+
+    def record_event(self) -> Any:
+        """Give an event that stands for all that is enqueued so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let what is enqueued from here on wait for an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideStreams:
+    """guesses, fetches: one stream each. main: gives the one that layers run on now. on: makes a stream the
+    current one for a while."""
+
+    guesses: Stream
+    fetches: Stream
+    main: Callable[[], Stream]
+    on: Callable[[Any], contextlib.AbstractContextManager[Any]]
+
+
+def make_side_streams(device: torch.device) -> SideStreams:
+    """Make them on a GPU."""
+    return SideStreams(
+        torch.cuda.Stream(device),
+        torch.cuda.Stream(device),
+        lambda: torch.cuda.current_stream(device),
+        torch.cuda.stream,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GuessedModel:
+    """What guesses are about. routers: of each layer that is guessed, None for those that are not; the first
+    never is. slots: int32 (experts,) for each layer, its row of the residency table. homes: addresses of the
+    layers' first records."""
+
+    geometry: ExpertGeometry
+    record_bytes: int
+    routers: list[RouterWeights | None]
+    slots: list[torch.Tensor]
+    homes: list[int]
+
+
+class LookAhead:
+    """Owns buffers and lists. Engine thread only.
+
+    Per decode layer, in this order: ahead_of for its plan, then guess, fetch, join; in every layer, also
+    those that are not guessed. All of them enqueue, on the side streams and on what main() gives.
+    """
+
+    def __init__(
+        self, model: GuessedModel, num_ahead: int, max_rows: int, device: torch.device, streams: SideStreams
+    ) -> None:
+        """Allocate two sets of num_ahead buffers. Raises torch.OutOfMemoryError."""
+        geometry = model.geometry
+        self._model = model
+        self._streams = streams
+        self._buffers = torch.zeros((2, num_ahead, model.record_bytes), dtype=torch.uint8, device=device)
+        self.told = torch.zeros((geometry.num_layers, TOLD_WORDS), dtype=torch.int32, device=device)
+        self._fetches = [make_landing(buffers) for buffers in self._buffers]
+        self._keeps = [make_landing(buffers) for buffers in self._buffers]
+        self._experts = torch.zeros((2, MAX_AHEAD), dtype=torch.int64, device=device)
+        self._scores = torch.zeros((max_rows, geometry.num_experts), dtype=torch.float32, device=device)
+        shape = (max_rows, geometry.top_k)
+        self._lists = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._imposed: torch.Tensor | None = None
+        self._aheads = [self._make(layer) for layer in range(geometry.num_layers)]
+        self._planned: Any = None  # events of the layer that runs, and of what is on its way to the next
+        self._guessed: Any = None
+        self._fetched: Any = None
+
+    def limit(self, num_ahead: int) -> None:
+        """Fetch at most num_ahead experts for each layer, and no more than there is room for.
+
+        For measurements. Graphs that were captured before do as before; no step may run.
+        """
+        self._fetches = [
+            replace(fetches, num_experts=min(num_ahead, len(buffers)))
+            for fetches, buffers in zip(self._fetches, self._buffers, strict=True)
+        ]
+        self._aheads = [self._make(layer) for layer in range(len(self.told))]
+        self.told.zero_()  # a layer that is not guessed any more tells nothing
+
+    def impose(self, lists: torch.Tensor) -> None:
+        """Guess what these lists say in place of what routers say, which run all the same; for measurements.
+
+        lists: int64 (layers, at least max_rows, top_k) on the device, each row's guesses of a layer, best
+        first; read by each step. Before the first step that is captured.
+        """
+        self._imposed = lists
+
+    def ahead_of(self, layer: int) -> Ahead | None:
+        """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
+        return self._aheads[layer]
+
+    def guess(self, layer: int, x: torch.Tensor) -> None:
+        """Behind the plan of a layer: guess the next one from its router's input, float16 (rows, hidden)."""
+        self._planned = self._streams.main().record_event()
+        target = layer + 1
+        router = self._router(target)
+        if router is None:
+            return
+        stream, model, lists, turn = self._streams.guesses, self._model, self._lists, target % 2
+        stream.wait_event(self._planned)
+        with self._streams.on(stream):
+            launch_scores(x, router, self._scores)
+            launch_lists(self._scores, lists, len(x))
+            lists = lists if self._imposed is None else self._imposed[target]
+            launch_choice(
+                lists,
+                len(x),
+                model.slots[target],
+                model.homes[target],
+                model.record_bytes,
+                self._fetches[turn],
+                self._experts[turn],
+            )
+        self._guessed = stream.record_event()
+
+    def fetch(self, layer: int) -> None:
+        """Behind the copies of a layer: let its experts wait for what was fetched; fetch for the next one."""
+        streams, num_bytes = self._streams, self._model.record_bytes
+        main, stream = streams.main(), streams.fetches
+        gathered = main.record_event()
+        if self._aheads[layer] is not None:
+            main.wait_event(self._fetched)
+            stream.wait_event(self._planned)
+            with streams.on(stream):
+                launch_gather(self._keeps[layer % 2], num_bytes)
+        if self._router(layer + 1) is not None:
+            stream.wait_event(self._guessed)
+            stream.wait_event(gathered)
+            with streams.on(stream):
+                launch_gather(self._fetches[(layer + 1) % 2], num_bytes, BESIDE)
+            self._fetched = stream.record_event()
+
+    def join(self, layer: int) -> None:
+        """Behind a layer's experts: wait for the guess, or for the copies where nothing goes on."""
+        main = self._streams.main()
+        if self._router(layer + 1) is not None:
+            main.wait_event(self._guessed)
+        elif self._aheads[layer] is not None:
+            main.wait_event(self._streams.fetches.record_event())
+
+    def _router(self, layer: int) -> RouterWeights | None:
+        """Give the router of a layer that is guessed, None for another."""
+        routers = self._model.routers
+        if layer >= len(routers) or not self._fetches[layer % 2].num_experts:
+            return None
+        return routers[layer]
+
+    def _make(self, layer: int) -> Ahead | None:
+        if self._router(layer) is None:
+            return None
+        turn = layer % 2
+        return Ahead(self._experts[turn], self._fetches[turn], self._keeps[turn], self.told[layer])

@@ -1,0 +1,54 @@
+"""Which experts are fetched before their layer is planned: the rule of guesses. A device kernel must give the
+same integers.
+
+While a layer computes, the router of the next sparse layer is applied to the same input: it names about two
+thirds of what it will pick then. A few of these experts that VRAM lacks are fetched over the link at once:
+
+    1. Each row lists its top_k best experts by the score by which that router chooses, best first.
+    2. Places are read by rank, the rows in order within a rank. A place is open if its expert stands at no
+       earlier place and the expert's table entry is ABSENT.
+    3. The first num_ahead open places are fetched, in this order.
+    4. In the layer's plan a standing pick that is a miss and was fetched counts among the hits where the
+       split looks up what the CPU takes (split.py), and its lane is LINK: it came that way. It takes no
+       landing buffer, and may take an offer as other experts of the link do (offers.py).
+
+Ranks compare between rows, scores do not. Why no further than top_k: of GLM-5.3-Flash's picks the 8 best
+guesses name .65 to .69, the 16 best .845 (measured by others, 0xSero/glm53-flash-offload), so one in six of
+the second eight is right, and a wrong one takes host memory's time from the CPU's experts. Why ABSENT alone:
+a barred expert's copy is on its way already.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53srv.offload.offers import ABSENT
+
+Ints = NDArray[np.int32]
+
+MAX_AHEAD = 4
+"""Experts of a layer that may be fetched before its plan, a power of two. Beside a layer's attention, about
+175 us on an H200, the link has time for one (0.187 ms)."""
+
+
+def choose_guesses(lists: NDArray[np.integer], entries: Ints, num_ahead: int) -> Ints:
+    """Apply the rule to one layer: int32 (at most num_ahead,), in the order in which they are fetched.
+
+    lists: integer (rows, top_k), experts by falling score, -1 for none. entries: int32 (experts,), the
+    layer's row of the residency table.
+    """
+    by_rank = lists.T.reshape(-1)
+    present = by_rank[by_rank >= 0]
+    _, first = np.unique(present, return_index=True)
+    standing = present[np.sort(first)]
+    chosen: Ints = standing[entries[standing] == ABSENT][:num_ahead].astype(np.int32)
+    return chosen
+
+
+def list_guesses(scores: NDArray[np.float32], top_k: int) -> Ints:
+    """Give each row's best experts: int32 (rows, top_k), the lower expert first among equals.
+
+    scores: float32 (rows, experts), without NaN.
+    """
+    return np.argsort(-scores, axis=1, kind="stable")[:, :top_k].astype(np.int32)
