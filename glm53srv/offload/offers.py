@@ -9,7 +9,7 @@ and begins as 0:
     1. Before a layer: if head is behind `first`, head = first.
     2. A standing pick (split.py) is wanted if its lane is LINK and it is among the first `num_landing` of its
        layer's of the lanes LINK and SPLIT that were not fetched ahead (look_ahead.py), so that it is copied
-       at all, and whole; or was fetched ahead; its table entry is ABSENT; and its heat is at least
+       at all, and whole, or was fetched ahead; its table entry is ABSENT; and its heat is at least
        `threshold`.
     3. In the order of picks, wanted picks take the offers head, head + 1, ... as long as these are before
        `tail`; then head is the first that was not taken, for the next layer to begin with.
@@ -88,9 +88,9 @@ def keep_picks(
     """
     layer = np.arange(len(picks))[:, None]
     known = np.maximum(picks, 0)
-    is_copied = split.standing & ((split.lanes == Lane.LINK) | (split.lanes == Lane.SPLIT)) & ~split.is_ahead
-    is_copied &= is_copied.cumsum(axis=1) <= num_landing
-    is_wanted = (is_copied & (split.lanes == Lane.LINK)) | split.is_ahead
+    is_wanted = split.standing & (split.lanes == Lane.LINK)
+    lands = (is_wanted | (split.standing & (split.lanes == Lane.SPLIT))) & ~split.is_ahead
+    is_wanted &= (lands.cumsum(axis=1) <= num_landing) | split.is_ahead
     is_wanted &= (entries[layer, known] == ABSENT) & (heat[layer, known] >= offers.threshold)
     if wrapped(offers.first - head) > 0:
         head = offers.first

@@ -43,8 +43,8 @@ class Split:
     """The lanes of a step. lanes: int8 (layers, P). first: int32 (layers, P), see the head of the file.
 
     num_hits, num_link, num_cpu: int32 (layers,), distinct experts per lane; one that is shared is among those
-    of the link. is_ahead: bool (layers, P), standing picks that were fetched ahead. share: int32 (layers,),
-    parts of the shared one that the CPU computes, of num_parts; 0 where none is.
+    of the link. share: int32 (layers,), its parts that the CPU computes, of num_parts; 0 where none is.
+    is_ahead: bool (layers, P), standing picks that were fetched ahead.
     """
 
     lanes: NDArray[np.int8]
@@ -77,8 +77,8 @@ def split_picks(
     slots: NDArray[np.int32],
     heat: NDArray[np.int32],
     cpu_count: NDArray[np.int32],
-    num_parts: int = 1,
     fetched: NDArray[np.int32] | None = None,
+    num_parts: int = 1,
 ) -> Split:
     """Apply the rule to several layers at once.
 

@@ -69,7 +69,7 @@ def split_one(
 ) -> tuple[object, ...]:
     heat = np.arange(len(slots), dtype=np.int32)[None]
     one = np.array([fetched], np.int32)
-    split = split_picks(np.array([picks]), np.array([slots], np.int32), heat, table, fetched=one)
+    split = split_picks(np.array([picks]), np.array([slots], np.int32), heat, table, one)
     return (
         split.lanes[0].tolist(),
         (int(split.num_hits[0]), int(split.num_link[0]), int(split.num_cpu[0])),
@@ -104,7 +104,7 @@ def test_the_split_looks_up_a_right_guess_among_the_hits() -> None:
 def test_a_right_guess_takes_an_offer_and_no_landing_buffer(num_landing: int, takers: list[int]) -> None:
     picks, entries = np.array([[5, 6, 7]]), np.full((1, 8), ABSENT, np.int32)
     heat, no_cpu = np.zeros((1, 8), np.int32), np.zeros((4, 4), np.int32)
-    split = split_picks(picks, entries, heat, no_cpu, fetched=np.array([[6]], np.int32))
+    split = split_picks(picks, entries, heat, no_cpu, np.array([[6]], np.int32))
     offers = Offers(0, 0, 3, np.arange(40, 40 + RING_SLOTS, dtype=np.int32))
     keeping = keep_picks(picks, split, entries, heat, offers, 0, num_landing)
     assert np.flatnonzero(keeping.slots[0] >= 0).tolist() == takers

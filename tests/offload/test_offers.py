@@ -70,7 +70,7 @@ def test_what_is_kept_equals_the_plain_reading(seed: int) -> None:
         num_parts = int(rng.choice([1, 4]))
         most = num_parts * np.arange(17)[None]
         count = np.minimum(most, rng.integers(0, 6 * num_parts)) * np.ones((17, 1), np.int32)
-        split = split_picks(picks, entries, heat, count.astype(np.int32), num_parts)
+        split = split_picks(picks, entries, heat, count.astype(np.int32), num_parts=num_parts)
         head = int(rng.integers(2**31 - 20, 2**31 + 20))
         first = head + int(rng.integers(-20, 10))
         tail = max(first, head) + int(rng.integers(0, 30))
@@ -85,7 +85,9 @@ def test_what_is_kept_equals_the_plain_reading(seed: int) -> None:
         number = wrapped(head)
         for layer in range(5):
             one = slice(layer, layer + 1)
-            alone = split_picks(picks[one], entries[one], heat[one], count.astype(np.int32), num_parts)
+            alone = split_picks(
+                picks[one], entries[one], heat[one], count.astype(np.int32), num_parts=num_parts
+            )
             step = keep_picks(picks[one], alone, entries[one], heat[one], offers, number, num_landing)
             assert step.slots[0].tolist() == slots[layer]
             number = step.head

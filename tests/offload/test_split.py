@@ -53,7 +53,7 @@ def test_lanes_equal_the_plain_reading(seed: int) -> None:
         drawn = rng.integers(0, num_parts * width + 1, (width + 1, width + 1), np.int32)
         misses = np.arange(width + 1, dtype=np.int32)[None, :]
         table = np.minimum(drawn, num_parts * misses)  # at most all misses
-        split = split_picks(picks, slots, heat, table, num_parts)
+        split = split_picks(picks, slots, heat, table, num_parts=num_parts)
         num_split += int((split.share > 0).sum())
         for layer in range(len(picks)):
             wanted = plain_layer(picks[layer].tolist(), slots[layer], heat[layer], table, num_parts)
@@ -98,7 +98,7 @@ def test_of_the_links_experts_the_coldest_is_shared() -> None:
     picks = np.array([[0, 1, 2, 3]], np.int32)
     heat = np.array([[30, 10, 20, 10]], np.int32)
     slots = np.full((1, 4), -1, np.int32)
-    split = split_picks(picks, slots, heat, np.full((5, 5), 2 * 16 + 3, np.int32), 16)
+    split = split_picks(picks, slots, heat, np.full((5, 5), 2 * 16 + 3, np.int32), num_parts=16)
     assert split.lanes.tolist() == [[Lane.LINK, Lane.CPU, Lane.SPLIT, Lane.CPU]]
     assert (split.num_link.tolist(), split.num_cpu.tolist(), split.share.tolist()) == ([2], [2], [3])
     assert (split.link_load.tolist(), split.cpu_load.tolist()) == ([2 - 3 / 16], [2 + 3 / 16])

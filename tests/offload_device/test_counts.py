@@ -15,8 +15,13 @@ def test_a_log_adds_its_picks_and_its_distinct_experts() -> None:
         [[Lane.VRAM, Lane.VRAM, Lane.SPLIT, 0], [Lane.CPU, Lane.VRAM, Lane.CPU, Lane.CPU]], np.int8
     )
     kept = np.array([[-1, -1, 70, -1], [-1, -1, -1, -1]], np.int32)
-    words = np.array([[1, 1, 0, 9, 9, 9, 5], [1, 0, 3, 9, 9, 9, 0]], np.int32)
-    counts.add_log(picks, kept, lanes, words, np.array([[0, 0], [2, 1]]))
+    counts.add_log(
+        picks,
+        kept,
+        lanes,
+        np.array([[1, 1, 0, 9, 9, 9, 5], [1, 0, 3, 9, 9, 9, 0]], np.int32),
+        np.array([[0, 0], [2, 1]]),
+    )
     frozen = counts.frozen()
     assert (frozen.num_vram, frozen.num_link, frozen.num_cpu) == (102, 1, 3)
     assert frozen.num_kept == 1

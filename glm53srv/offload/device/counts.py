@@ -52,9 +52,9 @@ class Counts:
         """Add a decode step's routing log.
 
         picks, kept, lanes: (layers, picks), -1 for no pick, and for no slot that was taken. counts: (layers,
-        7 words or more), distinct experts in VRAM, over the link, on the CPU; three times; and the blocks of
-        the shared one on the CPU. guesses: (layers, 2 or more), experts that were fetched ahead, and how many
-        of them were picked.
+        7 or more), distinct experts in VRAM, over the link, on the CPU; three times; and the blocks of the
+        shared one on the CPU. guesses: (layers, 2 or more), experts that were fetched ahead, and how many of
+        them were picked.
         """
         in_vram, over_link, on_cpu = counts[:, :3].sum(axis=0).tolist()
         self.num_vram += in_vram
@@ -63,10 +63,10 @@ class Counts:
         self.num_picks += int((picks >= 0).sum())
         self.num_hit_picks += int((lanes == Lane.VRAM).sum())
         self.num_kept += int((kept >= 0).sum())
+        self.num_split += int((counts[:, 6] > 0).sum())
         guessed, right = guesses[:, :2].sum(axis=0).tolist()
         self.num_guessed += guessed
         self.num_guessed_right += right
-        self.num_split += int((counts[:, 6] > 0).sum())
 
     def add_times(self, gpu_lane_ms: float, wait_ms: NDArray[np.float64]) -> None:
         """Add a decode step's lanes: the GPU's in all, and each layer's wait for the CPU behind it."""

@@ -221,7 +221,8 @@ class SimulatedOffload:
         routed = picks[:, :-1]
         one = slice(layer, layer + 1)
         parts = self.arena.layout.num_parts
-        split = split_picks(routed.reshape(1, -1), step.table[one], step.heat[one], step.cpu_count, parts)
+        picked = routed.reshape(1, -1)
+        split = split_picks(picked, step.table[one], step.heat[one], step.cpu_count, num_parts=parts)
         step.log[layer] = routed.reshape(-1)
         self._keep(step, layer, split)
         self._counts.num_vram += int(split.num_hits[0])

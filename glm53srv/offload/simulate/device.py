@@ -91,7 +91,7 @@ class SimulatedDevice:
         cpu_count, num_parts: as split.split_picks takes them.
         """
         table = self._true_table.copy()
-        split = split_picks(picks, table, heat, cpu_count, num_parts)
+        split = split_picks(picks, table, heat, cpu_count, num_parts=num_parts)
         kept = np.full(picks.shape, -1, np.int32)
         if self._offers is not None:
             keeping = keep_picks(picks, split, table, heat, self._offers, self._head)

@@ -19,7 +19,7 @@ def test_a_name_alone_is_the_usual_setting() -> None:
 
 def test_settings_are_read() -> None:
     found = parse_variant(
-        "slow: isa=AVX2, threads=4,landing=0, ahead=2, b=0.5,tzc=0.25,streams=1+4, split=whole"
+        "slow: isa=AVX2, threads=4,landing=0, ahead=2, b=0.5,tzc=0.25,streams=1+4,split=whole"
     )
     assert found.isa is Isa.AVX2
     assert found.numbers == {"threads": 4, "landing": 0, "ahead": 2}

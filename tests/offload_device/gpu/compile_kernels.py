@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
-from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, NO_CUT, CopyShape, gather_experts
+from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, NO_CUT, gather_experts
 from glm53srv.offload.device.gpu.guess_kernel import (
     INPUTS,
     SCORED,
@@ -102,15 +102,11 @@ GATHER = {
 }
 GATHER_CONSTANTS = {
     "words": LAYOUT.record_bytes // 8,
+    "num_programs": ALONE.programs,
+    "items": ALONE.items,
     "num_scales": LAYOUT.intermediate,
     "unit_words": UNIT_BYTES // WORD_BYTES,
 }
-
-
-def shape_of(shape: CopyShape) -> dict[str, int]:
-    """Give a copy's constants; the compiler takes its warps elsewhere."""
-    return {"num_programs": shape.programs, "items": shape.items}
-
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "plan_layer fast": (
@@ -197,17 +193,23 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gather_experts whole": (
         gather_experts,
         GATHER,
-        {**GATHER_CONSTANTS, **shape_of(ALONE), **dataclasses.asdict(NO_CUT), "is_cut": False},
+        {**GATHER_CONSTANTS, **dataclasses.asdict(NO_CUT), "is_cut": False},
     ),
     "gather_experts in part": (
         gather_experts,
         GATHER,
-        {**GATHER_CONSTANTS, **shape_of(ALONE), **dataclasses.asdict(cut_of(LAYOUT)), "is_cut": True},
+        {**GATHER_CONSTANTS, **dataclasses.asdict(cut_of(LAYOUT)), "is_cut": True},
     ),
     "gather_experts beside": (
         gather_experts,
         GATHER,
-        {**GATHER_CONSTANTS, **shape_of(BESIDE), **dataclasses.asdict(NO_CUT), "is_cut": False},
+        {
+            **GATHER_CONSTANTS,
+            **dataclasses.asdict(NO_CUT),
+            "is_cut": False,
+            "num_programs": BESIDE.programs,
+            "items": BESIDE.items,
+        },
     ),
     "fetch_words": (
         fetch_words,

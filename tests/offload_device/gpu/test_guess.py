@@ -59,7 +59,7 @@ def test_the_choice_equals_the_rule(seed: int) -> None:
     slots = rng.choice([ABSENT, BARRED, 0, 5], experts, p=[0.4, 0.1, 0.2, 0.3]).astype(np.int32)
     sources, targets, chosen = torch.full((3, 4), 7, dtype=torch.int64)
     count = torch.full((1,), 99, dtype=torch.int32)
-    unused = make_landing(torch.zeros((4, RECORD), dtype=torch.uint8))
+    unused = make_landing(torch.zeros((max(1, num_ahead), 1), dtype=torch.uint8))
     fetches = replace(
         unused, address=BUFFER, num_experts=num_ahead, sources=sources, targets=targets, count=count
     )

@@ -145,7 +145,7 @@ def test_the_lanes_of_a_layer_add_up(any_arena: ExpertArena, seed: int, num_land
         ring = make_ring(mailbox, "cpu")
         ring.first_seq.fill_(1 - layer)
         launch_plan(inputs, card.outputs, landing, ring)
-        launch_gather(landing, arena.layout.record_bytes, cut_of(arena.layout))
+        launch_gather(landing, arena.layout.record_bytes, cut=cut_of(arena.layout))
         wide, kept = x.astype(np.float32), inputs.weights.numpy().astype(np.float32)
         on_gpu = np.where(kept == 0, -1, picks).astype(np.int32)
         out = pool.experts(wide, card.pointed(), on_gpu, kept, LIMIT, Clamp.ACTIVATION)

@@ -127,12 +127,13 @@ class Stack:
         schedule, ahead = self.schedule, self.ahead
         schedule.layer = layer
         experts, top_k = len(self.slots[layer]), picks.shape[1]
-        tables = [torch.zeros(experts, dtype=torch.int64) for _ in range(4)]
+        tables = [torch.zeros(experts, dtype=torch.int64) for _ in range(3)]
         words = [torch.zeros(picks.size, dtype=torch.int32) for _ in range(2)]
         lanes = torch.zeros(picks.size, dtype=torch.int8)
         counts = torch.zeros(COUNT_WORDS, dtype=torch.int32)
-        gate, up, down, scales = tables
-        outputs = PlanOutputs(gate, up, down, scales, words[0], lanes, words[1], counts)
+        outputs = PlanOutputs(
+            tables[0], tables[1], tables[2], torch.zeros_like(tables[2]), words[0], lanes, words[1], counts
+        )
         layout = self.arena.layout
         inputs = PlanInputs(
             picks=torch.from_numpy(picks.copy()),
@@ -141,6 +142,7 @@ class Stack:
             slots=self.slots[layer],
             heat=torch.zeros(experts, dtype=torch.int32),
             cpu_count=torch.zeros((4 * top_k + 1, 4 * top_k + 1), dtype=torch.int32),
+            own_scales=torch.zeros_like(tables[2]),
             slot_addresses=self.addresses,
             offers=torch.from_numpy(self.offers.words()),
             offer_head=self.head,
@@ -149,9 +151,8 @@ class Stack:
             record_bytes=layout.record_bytes,
             up_offset=layout.offsets[1],
             down_offset=layout.offsets[2],
-            own_scales=torch.zeros(experts, dtype=torch.int64),
-            num_parts=layout.num_parts,
-            part_blocks=layout.num_blocks // layout.num_parts,
+            num_parts=1,
+            part_blocks=1,
         )
         launch_plan(inputs, outputs, self.landing, None, ahead.ahead_of(layer))
         schedule.run(schedule.main, f"plan {layer}")

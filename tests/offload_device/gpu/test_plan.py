@@ -17,6 +17,7 @@ from glm53srv.offload.device.gpu.launch import (
     PlanInputs,
     PlanOutputs,
     int32_bits,
+    make_landing,
     power_of_two,
 )
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
@@ -26,8 +27,8 @@ from glm53srv.offload.offers import ABSENT, BARRED, RING_SLOTS, Keeping, Offers,
 from glm53srv.offload.split import Lane, Split, split_picks
 
 HIDDEN, RECORD, UP, DOWN, HOME, LANDING = 256, 36_864, 12_288, 24_576, 0x7000_0000_0000, 0x6000_0000_0000
-AHEAD = 0x4000_0000_0000
 SCALES, SCALES_BYTES, PART_BLOCKS = 0x5000_0000_0000, 4096, 3
+AHEAD = 0x4000_0000_0000
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Case:
     def split(self) -> Split:
         picks = self.picks.reshape(1, -1)
         fetched = None if self.fetched is None else self.fetched[None]
-        return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count, self.num_parts, fetched)
+        return split_picks(picks, self.slots[None], self.heat[None], self.cpu_count, fetched, self.num_parts)
 
     def keeping(self) -> Keeping:
         """What the rule of offers says."""
@@ -128,11 +129,11 @@ def ahead_for(case: Case) -> Ahead | None:
     experts[: len(case.fetched)] = torch.from_numpy(case.fetched)
     sources, targets = torch.full((2, MAX_AHEAD), 7, dtype=torch.int64)
     count = torch.full((1,), len(case.fetched), dtype=torch.int32)
-    unused = landing_for(case)
+    unused = make_landing(torch.zeros((MAX_AHEAD, 1), dtype=torch.uint8))
     fetches = replace(unused, address=AHEAD, sources=sources, targets=targets, count=count)
-    fetches = replace(fetches, num_experts=MAX_AHEAD)
-    others = (sources.clone(), targets.clone(), torch.full_like(count, 99))
-    keeps = replace(fetches, sources=others[0], targets=others[1], count=others[2])
+    keeps = replace(
+        fetches, sources=sources.clone(), targets=targets.clone(), count=torch.full_like(count, 99)
+    )
     return Ahead(experts, fetches, keeps, torch.full((2,), 99, dtype=torch.int32))
 
 
@@ -215,8 +216,9 @@ def check_case(
     fetched = [] if case.fetched is None else case.fetched.tolist()
     right = [expert for expert in fetched if expert in flat]
     assert sorted(flat[split.is_ahead[0]].tolist()) == sorted(right)
-    is_copied = split.standing[0] & np.isin(lanes, (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
-    over_link = flat[is_copied].tolist()
+    over_link = flat[
+        split.standing[0] & np.isin(lanes, (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
+    ].tolist()
     landed = over_link[: case.num_landing]  # in the order of their first picks
     count = int(landing.count)
     assert count == len(landed)
@@ -242,25 +244,11 @@ def check_case(
     return split
 
 
-def check_ahead(case: Case, ahead: Ahead, split: Split, kept: np.ndarray) -> None:
-    """Compare what the plan says of the experts that were fetched ahead."""
-    fetched, flat = case.fetched, case.picks.reshape(-1)
-    assert fetched is not None
-    assert ahead.told.tolist() == [len(fetched), int(split.is_ahead.sum())]
-    stays = np.flatnonzero(split.is_ahead[0] & (kept >= 0))
-    count = int(ahead.keeps.count)
-    assert count == len(stays)
-    places = [fetched.tolist().index(flat[place]) for place in stays]
-    assert ahead.keeps.sources[:count].tolist() == [AHEAD + place * RECORD for place in places]
-    assert ahead.keeps.targets[:count].tolist() == case.slot_addresses[kept[stays]].tolist()
-    assert (ahead.fetches.sources == 7).all()  # no business of the plan's
-
-
 def check_sharing(case: Case, outputs: PlanOutputs, landing: Landing, split: Split) -> None:
     """Compare what a shared expert changes: its copy, its scales, and those of the other picks."""
     flat, blocks = case.picks.reshape(-1), int(split.share[0]) * PART_BLOCKS
-    is_copied = split.standing[0] & np.isin(split.lanes[0], (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
-    over_link = flat[is_copied].tolist()
+    is_copied = np.isin(split.lanes[0], (Lane.LINK, Lane.SPLIT)) & ~split.is_ahead[0]
+    over_link = flat[split.standing[0] & is_copied].tolist()
     shared = {int(expert) for expert in flat[split.lanes[0] == Lane.SPLIT]}
     assert len(shared) == (blocks > 0)
     count = int(landing.count)
@@ -274,6 +262,20 @@ def check_sharing(case: Case, outputs: PlanOutputs, landing: Landing, split: Spl
     for expert in np.unique(flat[flat >= 0]):
         expected[expert] = landing.scales.data_ptr() if expert in shared else own[expert]
     np.testing.assert_array_equal(outputs.scale_table.numpy(), expected)
+
+
+def check_ahead(case: Case, ahead: Ahead, split: Split, kept: np.ndarray) -> None:
+    """Compare what the plan says of the experts that were fetched ahead."""
+    fetched, flat = case.fetched, case.picks.reshape(-1)
+    assert fetched is not None
+    assert ahead.told.tolist() == [len(fetched), int(split.is_ahead.sum())]
+    stays = np.flatnonzero(split.is_ahead[0] & (kept >= 0))
+    count = int(ahead.keeps.count)
+    assert count == len(stays)
+    places = [fetched.tolist().index(flat[place]) for place in stays]
+    assert ahead.keeps.sources[:count].tolist() == [AHEAD + place * RECORD for place in places]
+    assert ahead.keeps.targets[:count].tolist() == case.slot_addresses[kept[stays]].tolist()
+    assert (ahead.fetches.sources == 7).all()  # no business of the plan's
 
 
 def check_mail(case: Case, mailbox: Mailbox, seq: int, split: Split) -> None:
@@ -304,7 +306,8 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
     rng = np.random.default_rng(seed)
     mailbox = Mailbox(MailboxShape(4, 8, HIDDEN, num_cells=4, first_seq=2**32 - 100))
     ring = make_ring(mailbox, "cpu")
-    num_on_cpu = num_kept = num_split = num_ahead = num_kept_ahead = 0
+    num_on_cpu = num_kept = num_split = 0
+    num_ahead = num_kept_ahead = 0
     for number in range(400):
         case, seq = random_case(rng), (2**32 - 100 + number) % 2**32
         inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)

@@ -100,7 +100,7 @@ NO_CUT = RecordCut(1, 1, 1, 1, 1, 1, 1)
 
 
 def launch_gather(
-    landing: Landing, num_bytes: int, cut: RecordCut | None = None, shape: CopyShape = ALONE
+    landing: Landing, num_bytes: int, shape: CopyShape = ALONE, *, cut: RecordCut | None = None
 ) -> None:
     """Copy num_bytes, a multiple of 16, of each expert that landing's lists name, on the current stream.
 

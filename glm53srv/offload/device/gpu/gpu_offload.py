@@ -357,7 +357,7 @@ class GpuOffload:
         """Copy the experts that the layer just planned wants over the link: decode."""
         if self._rows:
             cut = None if self.lane is None else self._cut
-            launch_gather(self.landing, self.arena.layout.record_bytes, cut)
+            launch_gather(self.landing, self.arena.layout.record_bytes, cut=cut)
             self.look_ahead.fetch(layer)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:

@@ -44,10 +44,10 @@ def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
     planned, arrived, answered = log.counts[:, 3:6].T
     is_timed = (planned != 0) & (arrived != 0)
     lane_ms = (arrived - planned)[is_timed].astype(np.float64) / 1e6  # low words: differences wrap as they do
-    # What was fetched ahead took the layer no time of the link's: hits, as the split says; and so is what the
-    # CPU computes of a shared expert.
-    part = log.counts[is_timed, 6] / num_blocks + log.guesses[is_timed, 1]
-    hits, link = (log.counts[is_timed, 0] + part).tolist(), (log.counts[is_timed, 1] - part).tolist()
+    # What was fetched ahead took the layer no time of the link's: hits, as the split says.
+    off_link = log.guesses[is_timed, 1] + log.counts[is_timed, 6] / num_blocks
+    hits = (log.counts[is_timed, 0] + off_link).tolist()
+    link = (log.counts[is_timed, 1] - off_link).tolist()
     wait_ms = (answered - arrived)[is_timed].astype(np.float64) / 1e6
     return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms)
 

@@ -51,11 +51,11 @@ COUNT_WORDS = 8
 """Words of a layer's counts: experts in VRAM, over the link, on the CPU; then the low words of three times of
 the device in ns: when the plan was about to post its job, when the GPU's lane was done, when the CPU's answer
 was there; and 128-blocks of the shared expert on the CPU. Without workers, or under Triton's interpreter,
-which has no clock, the times stay 0. One word more, so that each layer's begin at a multiple of 16 bytes: for
+which has no clock, the times stay 0. A word more, so that each layer's begin at a multiple of 16 bytes: for
 other places Triton compiles a kernel anew, and none that is new may be met in a capture."""
 TOLD_WORDS = 4
 """Words of what a plan tells of guesses: experts that were fetched ahead of the layer, and how many of them
-it picked; two words more, for the same reason."""
+it picked; likewise with two words more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class LookAhead:
             stream.wait_event(self._guessed)
             stream.wait_event(gathered)
             with streams.on(stream):
-                launch_gather(self._fetches[(layer + 1) % 2], num_bytes, shape=BESIDE)
+                launch_gather(self._fetches[(layer + 1) % 2], num_bytes, BESIDE)
             self._fetched = stream.record_event()
 
     def join(self, layer: int) -> None:

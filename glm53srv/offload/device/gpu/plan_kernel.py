@@ -117,9 +117,9 @@ def plan_layer(
     num_cells: tl.constexpr,
     cell_bytes: tl.constexpr,
     has_cpu: tl.constexpr,
-    has_ahead: tl.constexpr,
     num_parts: tl.constexpr,
     part_blocks: tl.constexpr,
+    has_ahead: tl.constexpr,
     has_clock: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
@@ -188,10 +188,12 @@ def plan_layer(
     head = tl.load(offer_head)
     first_offer = tl.load(offers + FIRST_WORD)
     head = tl.where(first_offer - head > 0, first_offer, head)
-    is_wanted = lands & (lane == LANE_LINK)  # a shared expert's bytes are not whole
+    is_wanted = lands
     if has_ahead:
-        is_wanted = is_wanted | is_ahead
-    is_wanted = is_wanted & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
+        is_wanted = lands | is_ahead
+    is_wanted = (
+        is_wanted & (lane == LANE_LINK) & (slot == ABSENT) & (warmth >= tl.load(offers + THRESHOLD_WORD))
+    )
     is_before = is_wanted[None, :] & (place[None, :] < place[:, None])
     ordinal = tl.sum(is_before.to(tl.int32), axis=1)
     takes = is_wanted & (ordinal < tl.load(offers + TAIL_WORD) - head)
@@ -341,9 +343,9 @@ def launch_plan(
         num_cells=1 if ring is None else ring.num_cells,
         cell_bytes=0 if ring is None else ring.cell_bytes,
         has_cpu=ring is not None,
-        has_ahead=ahead is not None,
         num_parts=inputs.num_parts,
         part_blocks=inputs.part_blocks,
+        has_ahead=ahead is not None,
         has_clock=outputs.counts.is_cuda,
     )
 
