@@ -113,6 +113,11 @@ class TimedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    @property
+    def inner(self) -> Any:
+        """The model whose steps are timed."""
+        return self._model
+
     def decode(self, *arguments: Any) -> Any:
         """Enqueue a step, and note the time."""
         begin = time.perf_counter()

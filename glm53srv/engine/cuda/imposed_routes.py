@@ -75,6 +75,11 @@ class ImposedRoutes:
         for stream in streams:
             self._places[stream] = (self._places[stream] + 1) % len(self._traces[stream])
 
+    def rewind(self) -> None:
+        """Let every stream begin its trace again; no step may be running."""
+        self._places = [0] * len(self._traces)
+        self._ahead = ()
+
     def send_ahead(self) -> None:
         """Enqueue the same streams' next picks, behind a step that is enqueued already.
 
