@@ -134,18 +134,18 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {
             "x": "*fp16",
             "gate": "*fp16",
-            "bias": "*fp32",
-            "scores": "*fp32",
+            "sums": "*fp32",
             "num_experts": "i32",
             "input_stride": "i32",
             "expert_stride": "i32",
+            "max_rows": "i32",
         },
         {"hidden": 4096, "scored": SCORED, "inputs": INPUTS},
     ),
     "list_experts": (
         list_experts,
-        {"scores": "*fp32", "lists": "*i64", "num_experts": "i32"},
-        {"top_k": 8, "width": 512},
+        {"sums": "*fp32", "bias": "*fp32", "lists": "*i64", "num_experts": "i32", "max_rows": "i32"},
+        {"pieces": 16, "top_k": 8, "width": 512},
     ),
     "choose_experts": (
         choose_experts,

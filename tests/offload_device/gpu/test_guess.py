@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores
+from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores, num_pieces
 from glm53srv.offload.device.gpu.launch import RouterWeights, make_landing
 from glm53srv.offload.look_ahead import choose_guesses, list_guesses
 from glm53srv.offload.offers import ABSENT, BARRED
@@ -24,28 +24,30 @@ def test_scores_are_the_routers(rows: int, hidden: int, experts: int, is_transpo
     gate = rng.normal(0.0, hidden**-0.5, (hidden, experts)).astype(np.float16)
     bias = rng.normal(size=experts).astype(np.float32)
     weights = torch.from_numpy(gate.T.copy()).T if is_transposed else torch.from_numpy(gate)
-    scores = torch.full((4, experts), float("nan"))
-    launch_scores(torch.from_numpy(x), RouterWeights(weights, torch.from_numpy(bias)), scores)
-    expected = 1.0 / (1.0 + np.exp(-(x.astype(np.float64) @ gate.astype(np.float64)))) + bias
+    sums = torch.full((num_pieces(hidden), 4, experts), float("nan"))
+    launch_scores(torch.from_numpy(x), RouterWeights(weights, torch.from_numpy(bias)), sums)
+    expected = x.astype(np.float64) @ gate.astype(np.float64)
     # float32 sums of up to 320 terms of about 0.06: each rounds by 2^-24 of a sum of a few units at most.
-    np.testing.assert_allclose(scores[:rows].numpy(), expected, atol=2e-5)
-    assert torch.isnan(scores[rows:]).all()
+    np.testing.assert_allclose(sums[:, :rows].sum(dim=0).numpy(), expected, atol=2e-5)
+    assert torch.isnan(sums[:, rows:]).all()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_lists_equal_those_of_the_rule(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, experts, top_k = int(rng.integers(1, 5)), int(rng.integers(8, 300)), int(rng.integers(1, 9))
-    scores = rng.integers(-5, 5, (rows, experts)).astype(np.float32)  # ties are common
+    logits = rng.integers(-3, 3, (3, 4, experts)).astype(np.float32)  # ties are common
+    bias = rng.integers(-1, 2, experts).astype(np.float32) / 4
+    scores = 1 / (1 + np.exp(-logits[:, :rows].sum(axis=0))) + bias
     lists = torch.full((4, top_k), 99, dtype=torch.int64)
-    launch_lists(torch.from_numpy(scores), lists, rows)
+    launch_lists(torch.from_numpy(logits), torch.from_numpy(bias), lists, rows)
     np.testing.assert_array_equal(lists[:rows].numpy(), list_guesses(scores, top_k))
     assert (lists[rows:] == 99).all()
 
 
 def test_what_is_no_number_is_not_listed() -> None:
     lists = torch.zeros((1, 4), dtype=torch.int64)
-    launch_lists(torch.full((1, 40), float("nan")), lists, 1)
+    launch_lists(torch.full((1, 1, 40), float("nan")), torch.zeros(40), lists, 1)
     assert lists.tolist() == [[-1] * 4]
 
 

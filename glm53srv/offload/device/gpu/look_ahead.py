@@ -31,7 +31,12 @@ from typing import Any, Protocol
 import torch
 
 from glm53srv.offload.device.gpu.copy_kernel import BESIDE, launch_gather
-from glm53srv.offload.device.gpu.guess_kernel import launch_choice, launch_lists, launch_scores
+from glm53srv.offload.device.gpu.guess_kernel import (
+    launch_choice,
+    launch_lists,
+    launch_scores,
+    num_pieces,
+)
 from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, RouterWeights, make_landing
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
@@ -100,7 +105,9 @@ class LookAhead:
         self._fetches = [make_landing(buffers) for buffers in self._buffers]
         self._keeps = [make_landing(buffers) for buffers in self._buffers]
         self._experts = torch.zeros((2, MAX_AHEAD), dtype=torch.int64, device=device)
-        self._scores = torch.zeros((max_rows, geometry.num_experts), dtype=torch.float32, device=device)
+        hidden = max((router.gate.shape[0] for router in model.routers if router is not None), default=1)
+        sums = (num_pieces(hidden), max_rows, geometry.num_experts)
+        self._sums = torch.zeros(sums, dtype=torch.float32, device=device)
         shape = (max_rows, geometry.top_k)
         self._lists = torch.zeros(shape, dtype=torch.int64, device=device)
         self._imposed: torch.Tensor | None = None
@@ -143,8 +150,8 @@ class LookAhead:
         stream, model, lists, turn = self._streams.guesses, self._model, self._lists, target % 2
         stream.wait_event(self._planned)
         with self._streams.on(stream):
-            launch_scores(x, router, self._scores)
-            launch_lists(self._scores, lists, len(x))
+            launch_scores(x, router, self._sums)
+            launch_lists(self._sums, router.bias, lists, len(x))
             lists = lists if self._imposed is None else self._imposed[target]
             launch_choice(
                 lists,
