@@ -48,7 +48,8 @@ STOP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What steps are made for. process_id: of a server that was started here."""
+    """What steps are made for. process_id: of a server that was started here. minutes: of the mixed load in
+    the full form, None for the published half hour."""
 
     model: Path | None
     url: str
@@ -57,6 +58,7 @@ class Run:
     is_random: bool
     process_id: int | None
     is_demo: bool = False
+    minutes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,10 @@ def _pid(run: Run) -> list[str]:
     return [] if run.process_id is None else ["--pid", str(run.process_id)]
 
 
+def _minutes(run: Run) -> list[str]:
+    return [] if run.minutes is None else ["--minutes", str(run.minutes)]
+
+
 STEPS: tuple[Step, ...] = (
     Step(
         "score_ref_panel",
@@ -143,7 +149,7 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         "mixed_load",
-        lambda run: ["--url", run.url, *_pid(run)],
+        lambda run: ["--url", run.url, *_pid(run), *_minutes(run)],
         lambda run: [
             *("--url", run.url, "--minutes", "0.25", "--max-prompt", "512", "--max-output", "24"),
             *("--watch-s", "1", *_pid(run)),
@@ -267,7 +273,10 @@ def main(argv: Sequence[str]) -> int:
     own = ServerFacts()
     with a_server(options, own) as (url, process_id):
         kind = _kind(url)
-        run = Run(options.model, url, options.out, panel, kind == "random", process_id, kind == "demo")
+        kinds = {"is_random": kind == "random", "is_demo": kind == "demo"}
+        run = Run(
+            options.model, url, options.out, panel, **kinds, process_id=process_id, minutes=options.minutes
+        )
         outcomes = [run_step(step, run, is_short=options.short) for step in steps if step.needs_server]
     outcomes += [run_step(step, run, is_short=options.short) for step in steps if not step.needs_server]
     if own.exit_code != 0:
@@ -382,6 +391,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--panel", type=Path, help="a reference panel (default: made by the engine itself)")
     add("--out", type=Path, required=True, help="folder for results")
     add("--short", action="store_true", help="minutes in place of hours")
+    add("--minutes", type=float, help="of mixed load in the full form, in place of half an hour")
     add("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps only")
     return parser
 

@@ -35,6 +35,8 @@ ROUTED, SHARED, IDLE = "routed experts", "shared expert", "idle"
 PARTS: tuple[tuple[str, str, str], ...] = (
     (ROUTED, r"exl3_moe", "#c0392b"),
     (SHARED, r"(?!)", "#e59866"),  # by its place, see _name_parts
+    ("experts on the link", r"gather_experts", "#e67e22"),
+    ("guesses", r"score_experts|list_experts|choose_experts", "#d35400"),
     ("wait for the CPU, add its part", r"add_partial", "#8e44ad"),
     ("router, plan", r"routing_|plan_layer", "#f1c40f"),
     ("latent attention", r"_mla_|_dsa_", "#16a085"),

@@ -4,10 +4,11 @@
 #     OUT=results MODEL=reference/demo/checkpoint sh bench/cuda/run_all.sh
 #
 # A quiet machine, please: the CPU workers and the link are half of what is measured. About 10
-# minutes on an H200; SOAK (seconds) adds mixed load. Everything is run whatever fails before it; ends with 1
+# minutes on an H200; SOAK (seconds) adds mixed load, HTTP="--minutes 4" runs the HTTP checks in full with so
+# much of it. Everything is run whatever fails before it; ends with 1
 # if something failed.
 set -u
-: "${OUT:=results}" "${MODEL:=reference/demo/checkpoint}" "${SOAK:=0}"
+: "${OUT:=results}" "${MODEL:=reference/demo/checkpoint}" "${SOAK:=0}" "${HTTP:=--short}"
 mkdir -p "$OUT"
 status=0
 
@@ -25,7 +26,7 @@ for mode in exact fast; do
     measure "full_$mode" python3 -m glm53srv bench-model --mode "$mode" --beside 32768 --soak "$SOAK" \
         --out "$OUT/full_$mode.json"
 done
-measure http python3 -m bench.all --short --model "$MODEL" --panel reference/demo-exl3-ref-panel.json \
+measure http python3 -m bench.all $HTTP --model "$MODEL" --panel reference/demo-exl3-ref-panel.json \
     --serve "--engine cuda --mode exact" --out "$OUT/http"
 for name in exact fast contract full_exact full_fast http; do
     echo "== $name"

@@ -5,8 +5,8 @@
 Starts of one kind of machine differ by a fifth; this loads the model once. Takes the options of
 `glm53srv bench-model`, then --vary with a name and settings each:
 
-    landing=N offers=N     as of bench-model; landing at most what the start had
-    ahead=N                likewise: experts fetched ahead of their layer
+    landing=N              from 1 on, as of bench-model, at most what the start had
+    ahead=N                likewise, from 0 on: experts fetched ahead of their layer
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
@@ -48,13 +48,14 @@ from glm53srv.offload.cost import CostOverrides
 
 PROFILED_STEPS = 8
 SPLITS = ("parts", "whole")
-NUMBERS = ("landing", "offers", "ahead", "threads")
+NUMBERS = {"landing": 1, "ahead": 0, "threads": 1}
+"""With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One --vary. numbers: landing, offers, ahead, threads; costs: by their names in CostOverrides. split:
+    """One --vary. numbers: landing, ahead, threads; costs: by their names in CostOverrides. split:
     parts or whole, None for the options'."""
 
     name: str
@@ -76,6 +77,8 @@ def parse_variant(text: str) -> Variant:
         try:
             if key in NUMBERS:
                 numbers[key] = int(value)
+                if numbers[key] < NUMBERS[key]:
+                    raise BadInput(f"--vary {text!r}: {key} is at least {NUMBERS[key]}")
             elif key in COSTS:
                 costs[COSTS[key]] = float(value)
             elif key == "isa":
@@ -107,8 +110,6 @@ class Bench:
         offload = engine.offload
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.landing = replace(self._landing, num_experts=landing)
-        offers = numbers.get("offers", self.options.offers) if landing else 0
-        offload.policy.params = replace(offload.policy.params, num_offers=offers)
         offload.look_ahead.limit(numbers.get("ahead", self.options.ahead))
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))

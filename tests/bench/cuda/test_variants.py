@@ -19,10 +19,10 @@ def test_a_name_alone_is_the_usual_setting() -> None:
 
 def test_settings_are_read() -> None:
     found = parse_variant(
-        "slow: isa=AVX2, threads=4,landing=0, ahead=2, b=0.5,tzc=0.25,streams=1+4,split=whole"
+        "slow: isa=AVX2, threads=4,landing=4, ahead=2, b=0.5,tzc=0.25,streams=1+4,split=whole"
     )
     assert found.isa is Isa.AVX2
-    assert found.numbers == {"threads": 4, "landing": 0, "ahead": 2}
+    assert found.numbers == {"threads": 4, "landing": 4, "ahead": 2}
     assert found.costs == {"cpu_expert_ms": 0.5, "zero_copy_ms": 0.25}
     assert found.streams == (1, 4)
     assert found.split == "whole"
@@ -30,7 +30,15 @@ def test_settings_are_read() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["x: isa=MMX", "x: threads=many", "x: tint=red", ": threads=2", "x: streams=1,2", "x: split=half"],
+    [
+        "x: isa=MMX",
+        "x: threads=many",
+        "x: landing=0",
+        "x: tint=red",
+        ": threads=2",
+        "x: streams=1,2",
+        "x: split=half",
+    ],
 )
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="--vary"):
