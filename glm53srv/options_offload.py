@@ -177,7 +177,7 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         ("--ec-ahead",),
         "GLM53_EC_AHEAD",
         "int",
-        1,
+        2,
         "experts of the next layer that a GPU fetches ahead, beside attention, by a guess of what its router "
         "will pick; each takes two buffers",
         "offload",

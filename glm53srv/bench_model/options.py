@@ -11,7 +11,7 @@ from typing import NoReturn
 from glm53srv.bench_model.guesses import RECALL
 from glm53srv.errors import ConfigError
 from glm53srv.offload.cost import Mode
-from glm53srv.offload.look_ahead import MAX_AHEAD
+from glm53srv.offload.look_ahead import MAX_AHEAD, NUM_AHEAD
 from glm53srv.offload.offers import NUM_OFFERS, RING_SLOTS
 
 DESCRIPTION = """\
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ahead",
         type=_whole(0, MAX_AHEAD),
-        default=1,
+        default=NUM_AHEAD,
         help="experts of the next layer fetched beside attention, by a guess",
     )
     parser.add_argument(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from glm53srv.errors import MachineError
 from glm53srv.offload.cost import Mode
 from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.look_ahead import NUM_AHEAD
 
 GIB = 2**30
 
@@ -35,7 +36,7 @@ class VramOptions:
     elastic_gib: float = 12.0
     max_slots: int | None = None
     landing: int = 16
-    ahead: int = 1
+    ahead: int = NUM_AHEAD
 
     @property
     def num_buffers(self) -> int:

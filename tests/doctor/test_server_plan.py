@@ -112,7 +112,7 @@ def test_too_little_vram_is_a_problem_that_names_what_is_short() -> None:
     (problem,) = made.problems
     left_over = next(line for line in made.vram if line.name == "left for experts")
     fixed = sum(line.num_bytes for line in made.vram[1:] if line is not left_over)
-    short = fixed + 1.5 * GIB + (32 + 16 + 2) * WEIGHTS.expert - 10 * GIB
+    short = fixed + 1.5 * GIB + (32 + 16 + 4) * WEIGHTS.expert - 10 * GIB
     assert float(problem.split()[1]) == pytest.approx(short / GIB, abs=0.006)
     assert made.slots is None
 
