@@ -33,6 +33,7 @@ import torch
 
 from bench.cuda.profile_step import say
 from bench.errors import BadInput
+from bench.mailbox import read_rate
 from bench.profile import cut_steps, read_events, summarize
 from glm53srv.bench_model.command import build_engine
 from glm53srv.bench_model.driver import Driver
@@ -45,8 +46,11 @@ from glm53srv.kernels import Isa
 from glm53srv.machine import read_machine
 from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.device.cpus import choose_cpus
 
 PROFILED_STEPS = 8
+READ_BYTES = 4 * 10**9
+"""Of host memory, to see what it gives on this start: link and CPU workers share it."""
 SPLITS = ("parts", "whole")
 NUMBERS = {"landing": 1, "ahead": 0, "threads": 1}
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
@@ -173,6 +177,10 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as directory:
         engine, model, results["load"], routes = build_engine(options, machine, Path(directory), say)
         bench = Bench(options, engine, model, routes)
+        cpus = choose_cpus(options.cpus, machine)
+        records = engine.offload.arena.records.reshape(-1)[:READ_BYTES]
+        results["host_read_gb_s"] = read_rate(records, cpus)
+        say(f"host memory: {len(cpus)} threads that only read get {results['host_read_gb_s']:.0f} GB/s")
         try:
             for number, variant in enumerate(variants):
                 label = f"{number}.{variant.name}"
