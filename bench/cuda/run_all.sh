@@ -26,6 +26,7 @@ for mode in exact fast; do
     measure "full_$mode" python3 -m glm53srv bench-model --mode "$mode" --beside 32768 --soak "$SOAK" \
         --out "$OUT/full_$mode.json"
 done
+# shellcheck disable=SC2086  # several words
 measure http python3 -m bench.all $HTTP --model "$MODEL" --panel reference/demo-exl3-ref-panel.json \
     --serve "--engine cuda --mode exact" --out "$OUT/http"
 for name in exact fast contract full_exact full_fast http; do

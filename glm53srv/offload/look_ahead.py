@@ -30,10 +30,20 @@ Ints = NDArray[np.int32]
 MAX_AHEAD = 4
 """Experts of a layer that may be fetched before its plan, a power of two."""
 NUM_AHEAD = 2
-"""From the end of a layer's own copies to that of the next one's there are some 0.4 ms on an H200: experts,
-wait for the CPU, attention, plan. Two experts take the link 0.37 ms. Steps of one stream were 8 and 9 %
-shorter with two than with none, within each of two starts; one gained about 1 %, with a guess kernel that
-has become faster since."""
+"""At most. Steps of one stream were 8 and 9 % shorter with two than with none, within each of two starts of
+an H200; one gained about 1 %, with a guess kernel that has become faster since."""
+WINDOW_MS = 0.4
+"""From the end of a layer's own copies to that of the next one's: experts, wait for the CPU, attention, plan
+(the same H200, traced). Other cards were not seen; slower ones take longer over it."""
+
+
+def fitting_ahead(most: int, link_ms: float) -> int:
+    """Give the experts that a link of link_ms each carries from one layer's copies to the next one's.
+
+    At least one of `most`, if that is not 0: one that comes late has come in part. A second one that is wrong
+    would hold up a slow link for nothing.
+    """
+    return min(most, max(1, int(WINDOW_MS / link_ms)))
 
 
 def choose_guesses(lists: NDArray[np.integer], entries: Ints, num_ahead: int) -> Ints:

@@ -46,6 +46,7 @@ from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.device.staged_chunk import StagedChunk
 from glm53srv.offload.elastic import ElasticLoan, loan_slots
+from glm53srv.offload.look_ahead import fitting_ahead
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_update import ResidencyUpdate
@@ -152,12 +153,15 @@ class GpuOffload:
     def start(self, calibration: Calibration) -> None:
         """Begin with these costs, and with the experts that an earlier run found popular."""
         self._ledger = self._open_ledger(calibration, self._options.costs)
+        num_ahead = fitting_ahead(self.plan.ahead, calibration.costs.zero_copy_ms)
+        self.look_ahead.limit(num_ahead)
         history = self._heat_keeper.load()
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._ledger)
-        logger.info("offload slots=%d experts=%d", self.plan.num_slots, self.policy.geometry.num_keys)
+        keys, slots = self.policy.geometry.num_keys, self.plan.num_slots
+        logger.info("offload slots=%d experts=%d ahead=%d", slots, keys, num_ahead)
 
     def change_lane(self, make: Callable[[], CpuLane | None], costs: CostOverrides) -> None:
         """Replace the CPU workers, and begin with the start's costs again; no step may run.
