@@ -49,7 +49,10 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 """Name, kernels, colour; the first that matches counts."""
 COLOURS = {name: colour for name, _, colour in PARTS}
+LINK_PARTS = ("experts on the link", "copies")
 TO_HOST = "Memcpy DtoH"
+OVERLAP_US = 1.0
+"""By which one kernel may begin before the one before it has ended, in one lane."""
 SMALL_GAP_US = 20.0
 WIDTH, LEFT, LANE = 1180, 110, 34
 
@@ -171,9 +174,9 @@ def draw(step: Sequence[Event], begin: float, title: str) -> str:
     near = (
         (plans[middle], plans[min(len(plans) - 1, middle + 4)]) if len(plans) > 4 else (begin, step[-1].end)
     )
-    streams = sorted({event.stream for event in step}, key=lambda each: -_busy(step, each))
+    lanes = pack_lanes(step)
     parts = [name for name, _, _ in PARTS if any(event.part == name for event in step)]
-    height = 60 + 2 * (len(streams) * LANE + 56) + 22 * (len(parts) // 5 + 1)
+    height = 60 + 2 * (len(lanes) * LANE + 56) + 22 * (len(parts) // 5 + 1)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + LEFT + 20}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
@@ -183,13 +186,12 @@ def draw(step: Sequence[Event], begin: float, title: str) -> str:
     top = 34.0
     for label, low, high in (("one step", begin, step[-1].end), ("four layers", *near)):
         lines.append(f'<text x="10" y="{top + 14}">{label}</text>')
-        for lane, stream in enumerate(streams):
+        for lane, (name, events) in enumerate(lanes):
             y = top + 20 + lane * LANE
-            name = "GPU" if lane == 0 else f"stream {stream}"
             lines.append(f'<text x="10" y="{y + 17}">{name}</text>')
             lines.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{LANE - 8}" fill="#f4f4f4"/>')
-            lines += _boxes((event for event in step if event.stream == stream), low, high, y)
-        axis = top + 20 + len(streams) * LANE + 8
+            lines += _boxes(events, low, high, y)
+        axis = top + 20 + len(lanes) * LANE + 8
         lines += _axis(low, high, axis)
         top = axis + 22
     for index, part in enumerate(parts):
@@ -199,8 +201,24 @@ def draw(step: Sequence[Event], begin: float, title: str) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _busy(step: Iterable[Event], stream: int) -> float:
-    return sum(event.end - event.begin for event in step if event.stream == stream)
+def pack_lanes(step: Sequence[Event]) -> list[tuple[str, list[Event]]]:
+    """Share a step's events out to lanes in which none overlaps another: name and events of each.
+
+    What travels over the link has lanes of its own. Not by stream: a graph's kernels run on dozens of them.
+    """
+    found = []
+    for name, is_link in (("GPU", False), ("link", True)):
+        lanes: list[list[Event]] = []
+        for event in sorted(step, key=lambda each: each.begin):
+            if (event.part in LINK_PARTS) != is_link:
+                continue
+            free = next((lane for lane in lanes if lane[-1].end <= event.begin + OVERLAP_US), None)
+            if free is None:
+                lanes.append([event])
+            else:
+                free.append(event)
+        found += [(name if number == 0 else f"{name}, beside", lane) for number, lane in enumerate(lanes)]
+    return found
 
 
 def _boxes(events: Iterable[Event], low: float, high: float, y: float) -> list[str]:

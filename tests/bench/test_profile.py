@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.errors import BadInput
-from bench.profile import TO_HOST, cut_steps, main, read_events, summarize
+from bench.profile import TO_HOST, Event, cut_steps, main, pack_lanes, read_events, summarize
 
 LAYER = (
     ("gdn_ba_gemv_kernel", 4.0),
@@ -102,7 +102,7 @@ def test_one_launch_of_experts_behind_a_plan_is_the_routed_ones(tmp_path: Path) 
     assert found["routed experts"] == pytest.approx(0.36)
 
 
-def test_the_picture_is_svg_with_a_lane_for_each_stream(
+def test_the_picture_is_svg_with_lanes_for_the_gpu_and_for_the_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, picture = write(tmp_path / "t.json", make_trace(5)), tmp_path / "lanes.svg"
@@ -111,7 +111,7 @@ def test_the_picture_is_svg_with_a_lane_for_each_stream(
     root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
     texts = [each.text for each in root.iter() if each.tag.endswith("text")]
     assert "15 layers & <more>" in texts
-    assert texts.count("GPU") == texts.count("stream 139") == 2
+    assert texts.count("GPU") == texts.count("link") == 2
     assert "routed experts" in texts
 
 
@@ -134,3 +134,22 @@ def test_a_trace_of_too_few_steps_is_refused(tmp_path: Path) -> None:
     steps = cut_steps(read_events(write(tmp_path / "t.json", make_trace(2))))
     with pytest.raises(BadInput, match="fewer than three"):
         summarize(steps)
+
+
+def test_lanes_hold_what_does_not_overlap_whatever_the_streams() -> None:
+    def event(part: str, begin: float, end: float, stream: int) -> Event:
+        return Event(part, begin, end, stream, part)
+
+    step = [
+        event("other products", 0, 10, 1),
+        event("other products", 9.5, 20, 2),  # a microsecond is no overlap
+        event("guesses", 4, 8, 3),
+        event("experts on the link", 2, 30, 4),
+        event("copies", 30, 40, 1),
+    ]
+    lanes = pack_lanes(step)
+    assert [(name, [each.begin for each in events]) for name, events in lanes] == [
+        ("GPU", [0, 9.5]),
+        ("GPU, beside", [4]),
+        ("link", [2, 30]),
+    ]
