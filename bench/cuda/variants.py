@@ -43,7 +43,7 @@ from glm53srv.engine.cuda.engine import CudaEngine
 from glm53srv.engine.cuda.synthetic_plan import require_host_memory
 from glm53srv.errors import Glm53Error
 from glm53srv.kernels import Isa
-from glm53srv.machine import read_machine
+from glm53srv.machine import MachineFacts, read_machine
 from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.cpus import choose_cpus
@@ -119,6 +119,9 @@ class Bench:
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
         offload.share_experts((variant.split or self.options.ct_split) == "parts")
         engine.capture()
+        if self.options.graphs and not engine.captured_widths:
+            # The engine goes on without graphs, which is right for a server and wrong for a comparison.
+            raise BadInput(f"{variant.name}: decode steps could not be captured, see the log")
 
     def measure(self, variant: Variant, trace: Path) -> dict[str, Any]:
         """Time steps of each width, profile those of the first one into trace."""
@@ -161,27 +164,19 @@ class Bench:
         return {"step": span} | {row.part: row.ms for row in rows}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; gives the exit code."""
-    try:
-        own = list(itertools.takewhile(lambda word: word != "--vary", argv))
-        variants = [parse_variant(text) for text in argv[len(own) + 1 :]]
-        if not variants:
-            raise BadInput("name variants behind --vary, the last option")
-        options, machine = parse_options(own), read_machine()
-        require_host_memory(published_model(options.layers), machine)
-    except (BadInput, Glm53Error) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+def run(
+    argv: Sequence[str], options: BenchOptions, machine: MachineFacts, variants: Sequence[Variant]
+) -> None:
+    """Load the model and measure each variant. Raises BadInput for one whose steps cannot be captured."""
     results: dict[str, Any] = {"command": list(argv)}
     with tempfile.TemporaryDirectory() as directory:
         engine, model, results["load"], routes = build_engine(options, machine, Path(directory), say)
-        bench = Bench(options, engine, model, routes)
-        cpus = choose_cpus(options.cpus, machine)
-        records = engine.offload.arena.records.reshape(-1)[:READ_BYTES]
-        results["host_read_gb_s"] = read_rate(records, cpus)
-        say(f"host memory: {len(cpus)} threads that only read get {results['host_read_gb_s']:.0f} GB/s")
         try:
+            bench = Bench(options, engine, model, routes)
+            cpus = choose_cpus(options.cpus, machine)
+            records = engine.offload.arena.records.reshape(-1)[:READ_BYTES]
+            results["host_read_gb_s"] = read_rate(records, cpus)
+            say(f"host memory: {len(cpus)} threads that only read get {results['host_read_gb_s']:.0f} GB/s")
             for number, variant in enumerate(variants):
                 label = f"{number}.{variant.name}"
                 name = f"{label}.json.gz"
@@ -192,6 +187,21 @@ def main(argv: Sequence[str]) -> int:
                     Path(f"{options.out}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
         finally:
             engine.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; gives the exit code."""
+    try:
+        own = list(itertools.takewhile(lambda word: word != "--vary", argv))
+        variants = [parse_variant(text) for text in argv[len(own) + 1 :]]
+        if not variants:
+            raise BadInput("name variants behind --vary, the last option")
+        options, machine = parse_options(own), read_machine()
+        require_host_memory(published_model(options.layers), machine)
+        run(argv, options, machine, variants)
+    except (BadInput, Glm53Error) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     return 0
 
 

@@ -119,7 +119,7 @@ class LookAhead:
     def limit(self, num_ahead: int) -> None:
         """Fetch at most num_ahead experts for each layer, and no more than there is room for.
 
-        For measurements. Graphs that were captured before do as before; no step may run.
+        Graphs that were captured before do as before; no step may run.
         """
         self._fetches = [
             replace(fetches, num_experts=min(num_ahead, len(buffers)))
