@@ -2,9 +2,8 @@
 
 The experts' kernels can read host memory in place, but each of their programs then has few reads on the way
 and may not fill the link: on an H200 0.20 ms per expert when nothing else ran. This kernel took 0.187 (51
-GB/s; the copy engine 54, but the host cannot give it its orders, since it does not know the picks). Beside 14
-CPU workers that read the same memory it took as long on one start of that machine, and 0.32 to 0.44 on two
-others.
+GB/s; the copy engine 54, but the host cannot give it its orders, since it does not know the picks), and as
+long beside 14 CPU workers that read the same memory.
 
 The number of programs did not matter there from 16 to 264; few leave multiprocessors to the shared expert.
 """
@@ -39,6 +38,12 @@ sm_90 by ptxas), so that it finds place beside programs which leave little. In t
 0.196 ms so, and two lengthened the attention beside them from 0.17 to 0.21 ms a layer (H200, 2026-11-30)."""
 
 
+SCALES = tl.constexpr(1024)
+"""Masked scales that are written at once. Never as many as a program's items: in tensors of one shape Triton
+gives each thread as many neighbours everywhere, and the eight that a store of scales wants made each load of
+a copy touch every other 16 bytes: 0.28 ms per expert and not 0.19 (H200, 2026-11-30)."""
+
+
 @triton.jit
 def gather_experts(
     sources,
@@ -71,11 +76,11 @@ def gather_experts(
             own = tl.load(mask)
             if own != 0:
                 first = tl.load(mask + 1) * 128
-                for begin in range(0, num_scales, items):
-                    item = begin + tl.arange(0, items)
-                    there = (item >= first) & (item < num_scales)
-                    scale = tl.load(own.to(tl.pointer_type(tl.float16)) + item, mask=there, other=0.0)
-                    tl.store(scales + item, scale, mask=item < num_scales)
+                for begin in range(0, num_scales, SCALES):
+                    place = begin + tl.arange(0, SCALES)
+                    there = (place >= first) & (place < num_scales)
+                    scale = tl.load(own.to(tl.pointer_type(tl.float16)) + place, mask=there, other=0.0)
+                    tl.store(scales + place, scale, mask=place < num_scales)
     pieces_per_copy: tl.constexpr = (words + items - 1) // items
     num_pieces = tl.load(count) * pieces_per_copy
     for piece in range(tl.program_id(0), num_pieces, num_programs):
