@@ -244,7 +244,7 @@ def main(architecture: int) -> None:
     found = {}
     for name, (kernel, signature, constants) in KERNELS.items():
         full = {**signature, **dict.fromkeys(constants, "constexpr")}
-        # As the launchers pass them: torch's allocations begin at multiples of 16 bytes, and so does each row.
+        # As the launchers pass them: allocations begin at multiples of 16 bytes, and so does each row.
         pointers = {
             (kernel.arg_names.index(argument),): [["tt.divisibility", 16]]
             for argument, kind in signature.items()
