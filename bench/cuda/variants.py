@@ -9,6 +9,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     ahead=N                likewise, from 0 on: experts fetched ahead of their layer, however slow the link
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
+    launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
 
@@ -52,14 +53,14 @@ PROFILED_STEPS = 8
 READ_BYTES = 4 * 10**9
 """Of host memory, to see what it gives on this start: link and CPU workers share it."""
 SPLITS = ("parts", "whole")
-NUMBERS = {"landing": 1, "ahead": 0, "threads": 1}
+NUMBERS = {"landing": 1, "ahead": 0, "threads": 1, "launches": 1}
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One --vary. numbers: landing, ahead, threads; costs: by their names in CostOverrides. split:
+    """One --vary. numbers: by their names in NUMBERS; costs: by their names in CostOverrides. split:
     parts or whole, None for the options'."""
 
     name: str
@@ -115,6 +116,7 @@ class Bench:
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.landing = replace(self._landing, num_experts=landing)
         offload.look_ahead.limit(numbers.get("ahead", self.options.ahead))
+        offload.runs_hits_first = numbers.get("launches", 2) > 1
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
         offload.share_experts((variant.split or self.options.ct_split) == "parts")

@@ -1,8 +1,9 @@
 """A sparse layer of the package whose experts live in the offload: four seams, methods or attributes.
 
 forward             begin_layer before the router, end_layer behind the experts        prefill
-routing_fn          plan_layer behind the router: it may zero weights; land_layer      decode
-cpu_split_combine   called behind the experts: the CPU's sum is added                  decode
+routing_fn          plan_layer behind the router: it may zero weights; land_layer, which
+                    in fast mode runs the experts in VRAM while the others travel      decode
+cpu_split_combine   called behind the experts: what others computed is added           decode
 shared_experts      runs beside the routed experts, on a stream of its own             decode, fast mode
 
 The package runs the shared expert before the routed ones, in the same call, on a GPU that is mostly idle
@@ -118,8 +119,13 @@ def make_offloaded_class(base: Any) -> type[Any]:
                 x, self._shared_input = self._shared_input, None
                 if x is not None:
                     self.shared_experts.begin(x, params)
-                self.offload.land_layer(self.sparse_layer)
+                self.offload.land_layer(self.sparse_layer, lambda own: self._run_experts(z, picks, own))
             return picks, weights
+
+        def _run_experts(self, x: Any, picks: Any, weights: Any) -> Any:
+            """Run the decode kernel; gives its sums, which its next run overwrites."""
+            self.bc.run_bszN(x, picks, weights)
+            return self.experts_cfg.out_bszn[: len(x)]
 
     return OffloadedMlp
 

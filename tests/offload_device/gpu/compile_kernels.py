@@ -40,6 +40,7 @@ TABLES = {"gate_table": "*i64", "up_table": "*i64", "down_table": "*i64"}
 PLAN = {
     "picks": "*i64",
     "weights": "*fp16",
+    "hit_weights": "*fp16",
     "x": "*fp16",
     "slots": "*i32",
     "heat": "*i32",
@@ -112,22 +113,22 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "plan_layer fast": (
         plan_layer,
         PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": True, "has_clock": True, "has_ahead": False},
+        {**PLAN_CONSTANTS, "has_cpu": True, "has_hits": True, "has_clock": True, "has_ahead": False},
     ),
     "plan_layer exact": (
         plan_layer,
         PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": False, "has_clock": True, "has_ahead": False},
+        {**PLAN_CONSTANTS, "has_cpu": False, "has_hits": False, "has_clock": True, "has_ahead": False},
     ),
     "plan_layer fast, ahead": (
         plan_layer,
         PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": True, "has_clock": True, "has_ahead": True},
+        {**PLAN_CONSTANTS, "has_cpu": True, "has_hits": True, "has_clock": True, "has_ahead": True},
     ),
     "plan_layer exact, ahead": (
         plan_layer,
         PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": False, "has_clock": True, "has_ahead": True},
+        {**PLAN_CONSTANTS, "has_cpu": False, "has_hits": False, "has_clock": True, "has_ahead": True},
     ),
     "score_experts": (
         score_experts,
@@ -220,6 +221,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         add_partial,
         {
             "out": "*fp32",
+            "hit_sums": "*fp32",
             "counts": "*i32",
             "first_seq": "*i32",
             "ring": "i64",
@@ -233,6 +235,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
             "cell_bytes": 131_072,
             "block": COMBINE_BLOCK,
             "has_clock": True,
+            "has_hits": True,
         },
     ),
 }

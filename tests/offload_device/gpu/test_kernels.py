@@ -172,12 +172,24 @@ def test_combining_adds_each_float_once(rows: int, hidden: int, counts: list[int
     np.testing.assert_array_equal(total.numpy(), out + partial)
 
 
-def test_an_empty_job_is_waited_for_and_not_read() -> None:
+@pytest.mark.parametrize("has_hits", [False, True])
+def test_an_empty_job_is_waited_for_and_not_read(has_hits: bool) -> None:
     out = np.ones((2, 256), np.float32)
     total = torch.from_numpy(out.copy())
     ring, _mailbox = answered(np.full((2, 256), np.nan, np.float32), 1)
-    launch_combine(total, int32(np.array([8, 0, 0, 0, 0, 0, 0])), 1, ring)
-    np.testing.assert_array_equal(total.numpy(), out)
+    hits = torch.arange(4 * 256, dtype=torch.float32).view(4, 256) if has_hits else None
+    launch_combine(total, int32(np.array([8, 0, 0, 0, 0, 0, 0])), 1, ring, hits)
+    np.testing.assert_array_equal(total.numpy(), out if hits is None else out + hits[:2].numpy())
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 128), (3, 4096)])
+def test_combining_adds_what_was_computed_before(rows: int, hidden: int) -> None:
+    rng = np.random.default_rng(rows)
+    out, partial, hits = (rng.normal(size=(rows, hidden)).astype(np.float32) for _ in range(3))
+    total = torch.from_numpy(out.copy())
+    ring, _mailbox = answered(partial, 2)
+    launch_combine(total, int32(np.array([1, 2, 3, 0, 0, 0, 0])), 2, ring, torch.from_numpy(hits))
+    np.testing.assert_array_equal(total.numpy(), out + hits + partial)
 
 
 def test_times_of_a_shared_expert_count_it_on_both_sides() -> None:

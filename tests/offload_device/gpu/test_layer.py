@@ -144,13 +144,20 @@ def test_the_lanes_of_a_layer_add_up(any_arena: ExpertArena, seed: int, num_land
         crew.ring()
         ring = make_ring(mailbox, "cpu")
         ring.first_seq.fill_(1 - layer)
-        launch_plan(inputs, card.outputs, landing, ring)
+        hit_weights = torch.zeros_like(inputs.weights) if seed % 2 else None
+        launch_plan(inputs, card.outputs, landing, ring, None, hit_weights)
+
+        wide = x.astype(np.float32)
+
+        def run(taken: torch.Tensor) -> torch.Tensor:
+            kept = taken.numpy().astype(np.float32)
+            on_gpu = np.where(kept == 0, -1, picks).astype(np.int32)
+            return torch.from_numpy(pool.experts(wide, card.pointed(), on_gpu, kept, LIMIT, Clamp.ACTIVATION))
+
+        hit_sums = None if hit_weights is None else run(hit_weights)  # nothing else has landed yet
         launch_gather(landing, arena.layout.record_bytes, cut=cut_of(arena.layout))
-        wide, kept = x.astype(np.float32), inputs.weights.numpy().astype(np.float32)
-        on_gpu = np.where(kept == 0, -1, picks).astype(np.int32)
-        out = pool.experts(wide, card.pointed(), on_gpu, kept, LIMIT, Clamp.ACTIVATION)
-        total = torch.from_numpy(out)
-        launch_combine(total, card.outputs.counts, layer, ring)  # waits for the crew by itself
+        total = run(inputs.weights)
+        launch_combine(total, card.outputs.counts, layer, ring, hit_sums)  # waits for the crew by itself
         crew.check()
         table = arena.table(layer)
         whole = weights.astype(np.float32)

@@ -16,6 +16,7 @@ import torch
 
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
+from glm53srv.offload.device.gpu.landing_order import enqueue_copies
 from glm53srv.offload.device.gpu.launch import (
     COUNT_WORDS,
     PlanInputs,
@@ -55,11 +56,12 @@ class Schedule:
     main: FakeStream = field(default_factory=lambda: FakeStream("main"))
     guesses: FakeStream = field(default_factory=lambda: FakeStream("guess"))
     fetches: FakeStream = field(default_factory=lambda: FakeStream("fetch"))
+    landings: FakeStream = field(default_factory=lambda: FakeStream("gather"))
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     layer: int = 0
 
     def streams(self) -> SideStreams:
-        return SideStreams(self.guesses, self.fetches, lambda: self.main, self.on)
+        return SideStreams(self.guesses, self.fetches, self.landings, lambda: self.main, self.on)
 
     def run(self, stream: FakeStream, work: str) -> None:
         self.before[work] = frozenset(stream.seen)
@@ -69,7 +71,7 @@ class Schedule:
     def on(self, stream: FakeStream) -> Iterator[None]:
         """Name what runs: a guess or fetch is for the layer behind, but the first copies of a guessed layer
         are those into slots."""
-        work = f"{stream.name} {self.layer + 1}"
+        work = f"{stream.name} {self.layer + (stream is not self.landings)}"
         if stream is self.fetches and self.layer not in CUTS and f"keep {self.layer}" not in self.before:
             work = f"keep {self.layer}"
         yield
@@ -79,8 +81,11 @@ class Schedule:
 class Stack:
     """Layers on a card without workers: tables, slots, a landing, routers, and the look-ahead around them."""
 
-    def __init__(self, arena: ExpertArena, num_ahead: int, seed: int, rows: int) -> None:
+    def __init__(
+        self, arena: ExpertArena, num_ahead: int, seed: int, rows: int, *, runs_hits_first: bool = False
+    ) -> None:
         self.arena, self.schedule, self.rows = arena, Schedule(), rows
+        self.runs_hits_first = runs_hits_first
         self.rng = np.random.default_rng(seed)
         experts, hidden = arena.geometry.num_experts, arena.layout.hidden
         self.num_arena_layers = arena.geometry.num_layers
@@ -156,10 +161,19 @@ class Stack:
         )
         launch_plan(inputs, outputs, self.landing, None, ahead.ahead_of(layer))
         schedule.run(schedule.main, f"plan {layer}")
-        ahead.guess(layer, x)
-        launch_gather(self.landing, layout.record_bytes)
-        schedule.run(schedule.main, f"gather {layer}")
-        ahead.fetch(layer)
+        planned = schedule.main.record_event()
+        ahead.guess(layer, x, planned)
+
+        def gather() -> None:
+            launch_gather(self.landing, layout.record_bytes)
+            if not self.runs_hits_first:
+                schedule.run(schedule.main, f"gather {layer}")
+
+        def run_hits() -> None:
+            schedule.run(schedule.main, f"hits {layer}")
+
+        first = run_hits if self.runs_hits_first else None
+        enqueue_copies(schedule.streams(), ahead, layer, planned, gather, first)
         self.check_experts(layer, picks, outputs)
         schedule.run(schedule.main, f"experts {layer}")
         ahead.join(layer)
@@ -253,8 +267,8 @@ def test_what_is_guessed_and_not_picked_changes_nothing_else(arena: ExpertArena)
     assert seen[0] == seen[1]
 
 
-def run_all(arena: ExpertArena, num_ahead: int, limit: int = 4) -> Schedule:
-    stack = Stack(arena, num_ahead, seed=1, rows=1)
+def run_all(arena: ExpertArena, num_ahead: int, limit: int = 4, *, runs_hits_first: bool = False) -> Schedule:
+    stack = Stack(arena, num_ahead, seed=1, rows=1, runs_hits_first=runs_hits_first)
     stack.ahead.limit(limit)
     for layer in range(NUM_LAYERS):
         x = stack.draw()
@@ -262,12 +276,21 @@ def run_all(arena: ExpertArena, num_ahead: int, limit: int = 4) -> Schedule:
         stack.run_layer(layer, x, picks)
         if layer + 1 in CUTS or layer + 1 == NUM_LAYERS:  # a graph may end here
             schedule = stack.schedule
-            assert schedule.main.seen >= schedule.guesses.seen | schedule.fetches.seen
+            sides = schedule.guesses.seen | schedule.fetches.seen | schedule.landings.seen
+            assert schedule.main.seen >= sides
     return stack.schedule
 
 
-def test_everything_waits_for_what_it_reads_and_for_readers_of_what_it_writes(arena: ExpertArena) -> None:
-    before = run_all(arena, 2).before
+@pytest.mark.parametrize("runs_hits_first", [False, True])
+def test_everything_waits_for_what_it_reads_and_for_readers_of_what_it_writes(
+    arena: ExpertArena, runs_hits_first: bool
+) -> None:
+    before = run_all(arena, 2, runs_hits_first=runs_hits_first).before
+    for layer in range(NUM_LAYERS):
+        assert f"plan {layer}" in before[f"gather {layer}"]
+        assert f"gather {layer}" in before[f"experts {layer}"]
+        for earlier in range(layer):  # one landing for all layers
+            assert f"experts {earlier}" in before[f"gather {layer}"]
     guessed = [layer for layer in range(NUM_LAYERS) if layer not in CUTS]
     assert {int(work.split()[1]) for work in before if work.startswith("guess")} == set(guessed)
     for layer in guessed:
@@ -286,12 +309,24 @@ def test_everything_waits_for_what_it_reads_and_for_readers_of_what_it_writes(ar
                 assert f"keep {earlier}" in before[f"fetch {layer}"]
 
 
-def test_a_plan_and_its_copies_do_not_wait_for_what_is_still_on_its_way(arena: ExpertArena) -> None:
-    before = run_all(arena, 1).before
+@pytest.mark.parametrize("runs_hits_first", [False, True])
+def test_a_plan_and_its_copies_do_not_wait_for_what_is_still_on_its_way(
+    arena: ExpertArena, runs_hits_first: bool
+) -> None:
+    before = run_all(arena, 1, runs_hits_first=runs_hits_first).before
     for layer in (1, 2, 4, 5, 7):
         assert f"fetch {layer}" not in before[f"plan {layer}"]
         assert f"fetch {layer}" not in before[f"gather {layer}"]
         assert f"keep {layer}" not in before[f"experts {layer}"]
+
+
+def test_experts_in_vram_wait_for_no_copy_of_their_layer_and_the_others_for_them(arena: ExpertArena) -> None:
+    before = run_all(arena, 1, runs_hits_first=True).before
+    for layer in range(NUM_LAYERS):
+        assert f"plan {layer}" in before[f"hits {layer}"]
+        assert not before[f"hits {layer}"] & {f"gather {layer}", f"fetch {layer}"}
+        assert f"hits {layer}" in before[f"experts {layer}"]  # they share the kernel's scratch
+        assert f"hits {layer}" not in before[f"gather {layer}"]
 
 
 def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:

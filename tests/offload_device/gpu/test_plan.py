@@ -193,7 +193,12 @@ def random_offers(rng: np.random.Generator, num_slots: int, heat: np.ndarray) ->
 
 
 def check_case(
-    case: Case, inputs: PlanInputs, outputs: PlanOutputs, landing: Landing, ahead: Ahead | None
+    case: Case,
+    inputs: PlanInputs,
+    outputs: PlanOutputs,
+    landing: Landing,
+    ahead: Ahead | None,
+    hit_weights: torch.Tensor | None = None,
 ) -> Split:
     """Compare everything but the mailbox with the rules."""
     split, keeping, weights = case.split(), case.keeping(), inputs.weights
@@ -211,8 +216,13 @@ def check_case(
         outputs.counts.numpy()[[0, 1, 2, 6]],
         [split.num_hits[0], split.num_link[0], split.num_cpu[0], split.share[0] * PART_BLOCKS],
     )
-    masked = np.where((lanes == Lane.CPU).reshape(case.picks.shape), np.float16(0), case.weights)
+    shaped = lanes.reshape(case.picks.shape)
+    elsewhere = [Lane.CPU] if hit_weights is None else [Lane.CPU, Lane.VRAM]
+    masked = np.where(np.isin(shaped, elsewhere) & (case.picks >= 0), np.float16(0), case.weights)
     np.testing.assert_array_equal(weights.numpy(), masked)
+    if hit_weights is not None:
+        is_hit = (shaped == Lane.VRAM) & (case.picks >= 0)
+        np.testing.assert_array_equal(hit_weights.numpy(), np.where(is_hit, case.weights, np.float16(0)))
     fetched = [] if case.fetched is None else case.fetched.tolist()
     right = [expert for expert in fetched if expert in flat]
     assert sorted(flat[split.is_ahead[0]].tolist()) == sorted(right)
@@ -313,8 +323,9 @@ def test_plan_equals_the_rule_and_fills_the_mailbox(seed: int) -> None:
         inputs, outputs, landing = case.inputs(), case.outputs(), landing_for(case)
         ahead = ahead_for(case)
         ring.first_seq.fill_(int32_bits(seq - case.layer))
-        launch_plan(inputs, outputs, landing, ring, ahead)
-        split = check_case(case, inputs, outputs, landing, ahead)
+        hit_weights = torch.full_like(inputs.weights, 99.0) if number % 2 else None
+        launch_plan(inputs, outputs, landing, ring, ahead, hit_weights)
+        split = check_case(case, inputs, outputs, landing, ahead, hit_weights)
         check_sharing(case, outputs, landing, split)
         check_mail(case, mailbox, seq, split)
         num_split += int(split.share[0] > 0)

@@ -1,4 +1,4 @@
-"""Waits for the CPU's answer to a layer's job and adds its partial sums to the GPU's."""
+"""Adds up a layer: the GPU's sums, and the CPU's behind a wait for its answer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ DONE_WORD = tl.constexpr(16)
 @triton.jit(do_not_specialize=["ring", "layer", "rows"])
 def add_partial(
     out,
+    hit_sums,
     counts,
     first_seq,
     ring,
@@ -29,6 +30,7 @@ def add_partial(
     cell_bytes: tl.constexpr,
     block: tl.constexpr,
     has_clock: tl.constexpr,
+    has_hits: tl.constexpr,
 ):
     """See launch_combine."""
     if has_clock:
@@ -38,6 +40,8 @@ def add_partial(
     item = tl.program_id(0) * block + tl.arange(0, block)
     inside = item < rows * hidden
     own = tl.load(tl.multiple_of(out, 16) + item, mask=inside)
+    if has_hits:
+        own += tl.load(tl.multiple_of(hit_sums, 16) + item, mask=inside)
     cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
     done = cell.to(tl.pointer_type(tl.int32)) + DONE_WORD
     seen = tl.load(done, volatile=True)
@@ -52,20 +56,29 @@ def add_partial(
         # bytes a row took some ten microseconds.
         source = tl.multiple_of((cell + y_offset).to(tl.pointer_type(tl.float32)), 64)
         # Volatile as the word above: neither may come from a cache that the CPU's writes do not reach.
-        total = own + tl.load(source + item, mask=inside, volatile=True)
-        tl.store(tl.multiple_of(out, 16) + item, total, mask=inside)
+        own += tl.load(source + item, mask=inside, volatile=True)
+    if has_hits or num_cpu > 0:
+        tl.store(tl.multiple_of(out, 16) + item, own, mask=inside)
 
 
-def launch_combine(out: torch.Tensor, counts: torch.Tensor, layer: int, ring: MailRing) -> None:
+def launch_combine(
+    out: torch.Tensor,
+    counts: torch.Tensor,
+    layer: int,
+    ring: MailRing,
+    hit_sums: torch.Tensor | None = None,
+) -> None:
     """Add the answer to a layer's job to out, float32 (rows, hidden), in place, once it is there.
 
-    counts: int32 (COUNT_WORDS,), as the layer's plan wrote them; its last two times are added. The sums of a
-    job without experts are not read, but its answer is waited for too, so that jobs never overtake the
-    workers. The kernel polls without a limit: the crew's watchdog answers every job.
+    hit_sums: float32 (rows or more, hidden), contiguous: added, too, if given. counts: int32 (COUNT_WORDS,),
+    as the layer's plan wrote them; its last two times are added. The sums of a job without experts are not
+    read, but its answer is waited for too, so that jobs never overtake the workers. The kernel polls without
+    a limit: the crew's watchdog answers every job.
     """
     rows, hidden = out.shape
     add_partial[(triton.cdiv(rows * hidden, BLOCK),)](
         out,
+        out if hit_sums is None else hit_sums,
         counts,
         ring.first_seq,
         ring.address,
@@ -77,4 +90,5 @@ def launch_combine(out: torch.Tensor, counts: torch.Tensor, layer: int, ring: Ma
         cell_bytes=ring.cell_bytes,
         block=BLOCK,
         has_clock=out.is_cuda,
+        has_hits=hit_sums is not None,
     )

@@ -1,7 +1,8 @@
 """The offload on a GPU: plans in the stream, policy on the host one step behind, copies beside both.
 
-decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts of the link land in VRAM ->
-                experts -> wait, add the CPU's part; beside it an expert of the next layer, see look_ahead.py
+decode layer    plan kernel (split, log, job for the CPU, pointers) -> experts of the link land in VRAM,
+                fast: beside those in VRAM -> experts -> wait, add the CPU's part; beside it experts of
+                the next layer, see look_ahead.py
 decode step     once its kernels are enqueued the host reads the log of the step before, advances residency,
                 issues copies, and enqueues the table's changes behind the step
 prefill layer   pointers of all experts: staged slot, else resident slot, else home; no log, no heat
@@ -13,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +29,13 @@ from glm53srv.offload.device.describe import describe_offload
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.decode_buffers import DecodeBuffers
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.launch import (
-    COUNT_WORDS,
-    PlanInputs,
-    PlanOutputs,
-    cut_of,
-    make_landing,
-)
+from glm53srv.offload.device.gpu.landing_order import enqueue_copies
+from glm53srv.offload.device.gpu.launch import PlanInputs
 from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, make_side_streams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
@@ -108,32 +106,22 @@ class GpuOffload:
         self._is_staging = False
         self._reader = HostReader()
         self._rows = 0
-        width, layers = max_rows * geometry.top_k, geometry.num_layers
-        self._log = torch.full((2, layers, width), -1, dtype=torch.int32, device=device)  # picks, kept
-        self._lanes = torch.zeros((layers, width), dtype=torch.int8, device=device)
-        self._counts = torch.zeros((layers, COUNT_WORDS), dtype=torch.int32, device=device)
+        layers = geometry.num_layers
+        self._buffers = DecodeBuffers(geometry, arena.layout, self.tables, max_rows, plan.landing, device)
+        self.landing = self._buffers.landing
+        self.runs_hits_first = lane is not None
+        self._planned: Any = None  # an event of the decode layer that runs
         self._words = StepWords(geometry, device)
-        self._cpu_count = torch.zeros((width + 1, width + 1), dtype=torch.int32, device=device)
-        buffers = (min(plan.landing, width), arena.layout.record_bytes)
-        # Random bytes: a shared expert's buffer is computed with what lies where the CPU's neurons would be.
-        seeded = torch.Generator(device).manual_seed(0)
-        self._landing_bytes = torch.randint(256, buffers, dtype=torch.uint8, device=device, generator=seeded)
-        self.landing = make_landing(self._landing_bytes, arena.layout.intermediate)
-        self._cut = cut_of(arena.layout)
         self._num_tables = 0
         self._vram_bytes = 0
         self._report: OffloadReport | None = None
-        # Slices made once: a step asks for each of them, and making one costs a microsecond of the host.
+        # Slices made once, as in the buffers.
         self._slot_rows = [self.store.device_table[layer] for layer in range(layers)]
-        self.look_ahead = LookAhead(
-            self._guessed_model(memory), plan.ahead, max_rows, device, make_side_streams(device)
-        )
-        self._logs = HostLogs(self._log, self._lanes, self._counts, self.look_ahead.told)
-        self._count_rows = [self._counts[layer] for layer in range(layers)]
-        self._outputs = [
-            [self._make_outputs(layer, rows * geometry.top_k) for layer in range(layers)]
-            for rows in range(max_rows + 1)
-        ]
+        streams = make_side_streams(device)
+        self.look_ahead = LookAhead(self._guessed_model(memory), plan.ahead, max_rows, device, streams)
+        self._streams = streams
+        buffers = self._buffers
+        self._logs = HostLogs(buffers.log, buffers.lanes, buffers.counts, self.look_ahead.told)
 
     @property
     def report(self) -> OffloadReport | None:
@@ -177,7 +165,7 @@ class GpuOffload:
 
     def _open_ledger(self, calibration: Calibration, costs: CostOverrides) -> CostLedger:
         mode = self._options.mode if self.lane is not None else "exact"
-        max_picks = self._cpu_count.shape[0] - 1
+        max_picks = self._buffers.cpu_count.shape[0] - 1
         parts = self._parts(self._options.splits_experts)
         ledger = CostLedger(calibration, costs, max_picks, mode, parts)
         self._num_tables = 0
@@ -250,8 +238,8 @@ class GpuOffload:
         Gives the number of its first CPU job as an int32, 0 without a lane. is_captured: the layers were
         planned inside planning(), whose first_job must get it; otherwise it is sent from here.
         """
-        if not 1 <= num_rows < len(self._outputs):
-            raise EngineError(f"a decode step of {num_rows} rows, the offload has {len(self._outputs) - 1}")
+        if not 1 <= num_rows <= self._buffers.max_rows:
+            raise EngineError(f"a decode step of {num_rows} rows, the offload has {self._buffers.max_rows}")
         self._rows = num_rows
         if self.lane is None:
             return 0
@@ -339,7 +327,7 @@ class GpuOffload:
             x=x,
             slots=self._slot_rows[layer],
             heat=self._words.heat_rows[layer],
-            cpu_count=self._cpu_count,
+            cpu_count=self._buffers.cpu_count,
             own_scales=self.tables[layer].own_scales,
             slot_addresses=self.store.addresses,
             offers=self._words.offers,
@@ -354,22 +342,37 @@ class GpuOffload:
         )
         ring = None if lane is None else lane.ring
         ahead = self.look_ahead.ahead_of(layer)
-        launch_plan(inputs, self._outputs[self._rows][layer], self.landing, ring, ahead)
-        self.look_ahead.guess(layer, x)
+        outputs = self._buffers.outputs(self._rows, layer)
+        launch_plan(inputs, outputs, self.landing, ring, ahead, self._hit_weights())
+        self._planned = self._streams.main().record_event()
+        self.look_ahead.guess(layer, x, self._planned)
 
-    def land_layer(self, layer: int) -> None:
-        """Copy the experts that the layer just planned wants over the link: decode."""
-        if self._rows:
-            cut = None if self.lane is None else self._cut
-            launch_gather(self.landing, self.arena.layout.record_bytes, cut=cut)
-            self.look_ahead.fetch(layer)
+    def land_layer(self, layer: int, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Copy the experts that the layer just planned wants over the link: decode.
+
+        run: enqueues the experts' kernels for weights, float16 (rows, top_k), and gives their sums, float32
+        (rows, hidden), which the next call overwrites. In fast mode those in VRAM are computed by it beside
+        the copies, and the others behind them by whoever calls this; combine() adds both.
+        """
+        if not self._rows:
+            return
+        weights, sums = self._hit_weights(), self._buffers.hit_sums[: self._rows]
+        run_hits = None if weights is None else (lambda: sums.copy_(run(weights)))
+        enqueue_copies(self._streams, self.look_ahead, layer, self._planned, self.gather, run_hits)
+
+    def gather(self) -> None:
+        """Enqueue the copies that landing lists, by the kernel that decode steps use."""
+        cut = None if self.lane is None else self._buffers.cut
+        launch_gather(self.landing, self.arena.layout.record_bytes, cut=cut)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
-        """Add the CPU's part to a layer's sum, float32 (rows, hidden), behind a wait for it."""
+        """Complete a layer's sum, float32 (rows, hidden): by the CPU's part, behind a wait for it, and by
+        that of experts which were computed before the others."""
         if not self._rows and self.prefill_lane is not None:
             self.prefill_lane.add(out)
         if self._rows and self.lane is not None:
-            launch_combine(out, self._count_rows[layer], layer, self.lane.ring)
+            sums = None if self._hit_weights() is None else self._buffers.hit_sums
+            launch_combine(out, self._buffers.count_rows[layer], layer, self.lane.ring, sums)
 
     def end_layer(self, layer: int) -> None:
         """Issue the copies of the layer after next, behind a prefill layer's kernels; end a decode layer."""
@@ -382,7 +385,7 @@ class GpuOffload:
         """Fill a layer's tables whole. slots: int32 (experts,) on the device, -1 for home."""
         layout = self.arena.layout
         places = (layout.record_bytes, layout.offsets[1], layout.offsets[2])
-        outputs, own_scales = self._outputs[0][layer], self.tables[layer].own_scales
+        outputs, own_scales = self._buffers.outputs(0, layer), self.tables[layer].own_scales
         launch_point(slots, self.store.addresses, outputs, own_scales, self.home(layer), places)
 
     def home(self, layer: int) -> int:
@@ -406,18 +409,11 @@ class GpuOffload:
         size = memory.arena.layout.record_bytes
         return GuessedModel(memory.arena.geometry, size, memory.routers, self._slot_rows, homes)
 
-    def _make_outputs(self, layer: int, width: int) -> PlanOutputs:
-        tables = self.tables[layer]
-        return PlanOutputs(
-            tables.gate,
-            tables.up,
-            tables.down,
-            tables.scales,
-            self._log[0, layer, :width],
-            self._lanes[layer, :width],
-            self._log[1, layer, :width],
-            self._counts[layer],
-        )
+    def _hit_weights(self) -> torch.Tensor | None:
+        """Give the weights of experts in VRAM, for the rows of this step; None if all go in one launch."""
+        if self.lane is None or not self.runs_hits_first or not self.landing.num_experts:
+            return None
+        return self._buffers.hit_weights[: self._rows]
 
     def _learn(self, log: StepLog) -> None:
         self.last_picks = log.picks
@@ -467,7 +463,7 @@ class GpuOffload:
         """Send the split's table if it was remade."""
         if ledger.num_tables != self._num_tables:
             self._num_tables = ledger.num_tables
-            self._reader.send(ledger.table, self._cpu_count)
+            self._reader.send(ledger.table, self._buffers.cpu_count)
 
     def _describe(self, ledger: CostLedger) -> OffloadReport:
         crew = None if self.lane is None else self.lane.stats()

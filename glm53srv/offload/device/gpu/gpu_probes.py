@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from glm53srv.offload.calibrate import CostProbes
-from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 
@@ -86,7 +85,7 @@ class GpuProbes:
         torch.cuda.synchronize(self._device)
         begin.record()
         if lands:
-            launch_gather(offload.landing, offload.arena.layout.record_bytes)
+            offload.gather()
         self._run(layer, self._x, picks, weights)
         end.record()
         end.synchronize()

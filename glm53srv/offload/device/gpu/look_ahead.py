@@ -54,11 +54,13 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SideStreams:
-    """guesses, fetches: one stream each. main: gives the one that layers run on now. on: makes a stream the
-    current one for a while."""
+    """guesses, fetches, landings: one stream each, for guesses of the next layer's picks, for copies of what
+    was guessed, and for a layer's own copies. main: gives the one that layers run on now. on: makes a stream
+    the current one for a while."""
 
     guesses: Stream
     fetches: Stream
+    landings: Stream
     main: Callable[[], Stream]
     on: Callable[[Any], contextlib.AbstractContextManager[Any]]
 
@@ -66,6 +68,7 @@ class SideStreams:
 def make_side_streams(device: torch.device) -> SideStreams:
     """Make them on a GPU."""
     return SideStreams(
+        torch.cuda.Stream(device),
         torch.cuda.Stream(device),
         torch.cuda.Stream(device),
         lambda: torch.cuda.current_stream(device),
@@ -89,8 +92,8 @@ class GuessedModel:
 class LookAhead:
     """Owns buffers and lists. Engine thread only.
 
-    Per decode layer, in this order: ahead_of for its plan, then guess, fetch, join; in every layer, also
-    those that are not guessed. All of them enqueue, on the side streams and on what main() gives.
+    Per decode layer, in this order: ahead_of for its plan, then guess, fetch, arrive, join; in every layer,
+    also those that are not guessed. All of them enqueue, on the side streams and on what main() gives.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class LookAhead:
         self._imposed: torch.Tensor | None = None
         self._aheads = [self._make(layer) for layer in range(geometry.num_layers)]
         self._planned: Any = None  # events of the layer that runs, and of what is on its way to the next
+        self._arrived: Any = None
         self._guessed: Any = None
         self._fetched: Any = None
 
@@ -140,9 +144,10 @@ class LookAhead:
         """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
         return self._aheads[layer]
 
-    def guess(self, layer: int, x: torch.Tensor) -> None:
-        """Behind the plan of a layer: guess the next one from its router's input, float16 (rows, hidden)."""
-        self._planned = self._streams.main().record_event()
+    def guess(self, layer: int, x: torch.Tensor, planned: Any) -> None:
+        """Behind the plan of a layer, the event `planned`: guess the next one from this one's router's input,
+        float16 (rows, hidden)."""
+        self._planned = planned
         target = layer + 1
         router = self._router(target)
         if router is None:
@@ -164,13 +169,13 @@ class LookAhead:
             )
         self._guessed = stream.record_event()
 
-    def fetch(self, layer: int) -> None:
-        """Behind the copies of a layer: let its experts wait for what was fetched; fetch for the next one."""
+    def fetch(self, layer: int, gathered: Any) -> None:
+        """Behind the copies of a layer, the event `gathered`: fetch for the next one; keep what was right."""
         streams, num_bytes = self._streams, self._model.record_bytes
-        main, stream = streams.main(), streams.fetches
-        gathered = main.record_event()
+        stream = streams.fetches
+        self._arrived = None
         if self._aheads[layer] is not None:
-            main.wait_event(self._fetched)
+            self._arrived = self._fetched
             stream.wait_event(self._planned)
             with streams.on(stream):
                 launch_gather(self._keeps[layer % 2], num_bytes)
@@ -180,6 +185,11 @@ class LookAhead:
             with streams.on(stream):
                 launch_gather(self._fetches[(layer + 1) % 2], num_bytes, BESIDE)
             self._fetched = stream.record_event()
+
+    def arrive(self) -> None:
+        """In front of a layer's experts: wait for those that were fetched for it."""
+        if self._arrived is not None:
+            self._streams.main().wait_event(self._arrived)
 
     def join(self, layer: int) -> None:
         """Behind a layer's experts: wait for the guess, or for the copies where nothing goes on."""

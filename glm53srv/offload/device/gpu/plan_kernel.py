@@ -67,6 +67,7 @@ COPY_ITEMS = tl.constexpr(2048)
 def plan_layer(
     picks,
     weights,
+    hit_weights,
     x,
     slots,
     heat,
@@ -120,6 +121,7 @@ def plan_layer(
     num_parts: tl.constexpr,
     part_blocks: tl.constexpr,
     has_ahead: tl.constexpr,
+    has_hits: tl.constexpr,
     has_clock: tl.constexpr,
 ):
     """See launch_plan for the arguments. width: power of two >= num_picks = rows * top_k."""
@@ -199,6 +201,7 @@ def plan_layer(
     takes = is_wanted & (ordinal < tl.load(offers + TAIL_WORD) - head)
     kept = tl.load(offers + RING_WORD + ((head + ordinal) & (RING_SLOTS - 1)), mask=takes, other=-1)
     head += tl.sum(takes.to(tl.int32), axis=0)
+    weight = tl.load(weights + place, mask=in_range, other=0.0)
     # Every warp has its own copy of what was loaded: none may change it before all have read it.
     tl.debug_barrier()
     tl.store(offer_head, head)
@@ -233,8 +236,12 @@ def plan_layer(
         tl.store(gather_mask + 1, cpu_blocks.to(tl.int64))
 
     is_cpu = lanes == LANE_CPU
-    weight = tl.load(weights + place, mask=in_range, other=0.0)
-    tl.store(weights + place, tl.where(is_cpu, 0.0, weight), mask=in_range)
+    is_elsewhere = is_cpu
+    if has_hits:
+        # Those in VRAM are computed by a launch of their own, beside the copies of the others.
+        is_elsewhere = is_cpu | (lanes == LANE_VRAM)
+        tl.store(hit_weights + place, tl.where(lanes == LANE_VRAM, weight, 0.0), mask=in_range)
+    tl.store(weights + place, tl.where(is_elsewhere, 0.0, weight), mask=in_range)
     if has_cpu:
         seq = tl.load(first_seq) + layer
         cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
@@ -271,10 +278,13 @@ def launch_plan(
     landing: Landing,
     ring: MailRing | None,
     ahead: Ahead | None = None,
+    hit_weights: torch.Tensor | None = None,
 ) -> None:
     """Plan a layer on the current stream.
 
-    inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip.
+    inputs.weights is changed in place: 0 for what the CPU computes, which the expert kernels then skip. With
+    hit_weights, float16 (rows, top_k), the weights of experts in VRAM are written there, 0 for others, and
+    are 0 in inputs.weights: two launches of the expert kernels then compute what one did.
     The expert that is shared with the CPU keeps its weights; down's scales are pointed to landing's masked
     ones, for the picked experts alone, and back.
     outputs: log_picks, log_lanes and counts are written whole, the pointer tables only where picked; other
@@ -293,6 +303,7 @@ def launch_plan(
     plan_layer[(1,)](
         inputs.picks,
         inputs.weights,
+        inputs.weights if hit_weights is None else hit_weights,
         inputs.x,
         inputs.slots,
         inputs.heat,
@@ -346,6 +357,7 @@ def launch_plan(
         num_parts=inputs.num_parts,
         part_blocks=inputs.part_blocks,
         has_ahead=ahead is not None,
+        has_hits=hit_weights is not None,
         has_clock=outputs.counts.is_cuda,
     )
 

@@ -69,8 +69,10 @@ class Offload:
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
-    def land_layer(self, layer: int) -> None:
+    def land_layer(self, layer: int, run: Any) -> None:
         self.told.append(("land", layer))
+        if self.is_decoding:
+            self.told.append(("sums", run("hits' weights")))
 
     def combine(self, layer: int, sums: Any) -> None:
         self.told.append(("combine", layer, sums))
@@ -161,6 +163,40 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
     ]
 
 
+class Compiled:
+    """The package's compiled path."""
+
+    def __init__(self, told: list[Any], sums: torch.Tensor) -> None:
+        self.told, self.sums = told, sums
+
+    def run_bszN(self, x: Any, picks: Any, weights: Any) -> None:  # the package's name
+        self.told.append(("compiled", x, picks, weights))
+        self.sums[: len(x)] += 1
+
+
+class Buffers:
+    """The package's record of its buffers."""
+
+    def __init__(self, out_bszn: torch.Tensor) -> None:
+        self.out_bszn = out_bszn
+
+
+def test_the_offload_may_run_a_part_of_the_experts_before_the_package_runs_the_others() -> None:
+    told: list[Any] = []
+    (layer,) = adopt_sparse_layers(Model([Block(Stock("one", told))]), Stock)
+    layer.offload = Offload(told)
+    layer.offload.is_decoding = True
+    sums = torch.zeros(8, 4)
+    layer.bc, layer.experts_cfg = Compiled(told, sums), Buffers(sums)
+    layer.forward("two", {})  # a fake of three rows: its letters
+    found = dict(each[:2] for each in told if each[0] == "sums")["sums"]
+    assert found.tolist() == [[1.0] * 4] * 3
+    assert [each[0] for each in told] == [
+        *("begin", "router", "plan", "land", "compiled", "sums", "experts", "combine", "end")
+    ]
+    assert ("compiled", "two", "picks", "hits' weights") in told
+
+
 @pytest.mark.parametrize("is_decoding", [True, False])
 def test_the_shared_expert_begins_between_plan_and_copies(is_decoding: bool) -> None:
     class Beside:
@@ -172,8 +208,9 @@ def test_the_shared_expert_begins_between_plan_and_copies(is_decoding: bool) -> 
     layer.offload = Offload(told)
     layer.offload.is_decoding = is_decoding
     layer.shared_experts = Beside()
+    layer.bc, layer.experts_cfg = Compiled([], torch.zeros(1, 1)), Buffers(torch.zeros(1, 1))
     layer.forward("x", {"a": 1})
-    names = [each[0] for each in told]
+    names = [each[0] for each in told if each[0] != "sums"]
     shared = ["shared"] if is_decoding else []
     assert names == ["begin", "router", "plan", *shared, "land", "experts", "combine", "end"]
     assert not is_decoding or ("shared", "x", {"a": 1}) in told
