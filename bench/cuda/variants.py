@@ -6,7 +6,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
 `glm53srv bench-model`, then --vary with a name and settings each:
 
     landing=N              from 1 on, as of bench-model, at most what the start had
-    ahead=N                likewise, from 0 on: experts fetched ahead of their layer, however slow the link
+    ahead=N across=N       likewise, from 0 on: experts fetched ahead of their layer, however slow the link;
+                           of a layer behind a latent attention, one less by default
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
@@ -53,7 +54,7 @@ PROFILED_STEPS = 8
 READ_BYTES = 4 * 10**9
 """Of host memory, to see what it gives on this start: link and CPU workers share it."""
 SPLITS = ("parts", "whole")
-NUMBERS = {"landing": 1, "ahead": 0, "threads": 1, "launches": 1}
+NUMBERS = {"landing": 1, "ahead": 0, "across": 0, "threads": 1, "launches": 1}
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
@@ -115,7 +116,7 @@ class Bench:
         offload = engine.offload
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.landing = replace(self._landing, num_experts=landing)
-        offload.look_ahead.limit(numbers.get("ahead", self.options.ahead))
+        offload.look_ahead.limit(numbers.get("ahead", self.options.ahead), numbers.get("across"))
         offload.runs_hits_first = numbers.get("launches", 2) > 1
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))

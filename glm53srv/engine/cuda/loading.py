@@ -208,7 +208,8 @@ def _open_with(
     plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
     tables = [tables_of(layer) for layer in loaded.layers]
     routers = [router_of(layer) for layer in loaded.layers]
-    memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan, routers)
+    across = [layer.is_across for layer in loaded.layers]
+    memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan, routers, across)
     offload = GpuOffload(
         memory,
         options.max_streams,

@@ -66,14 +66,17 @@ def make_offloaded_class(base: Any) -> type[Any]:
     class OffloadedMlp(base):  # type: ignore[misc]
         """Takes over an instance that has not loaded yet: see adopt."""
 
-        def adopt(self, sparse_layer: int, side_stream: Any = None, *, is_led: bool = False) -> None:
+        def adopt(
+            self, sparse_layer: int, side_stream: Any = None, *, is_led: bool = False, is_across: bool = False
+        ) -> None:
             """Become a layer of the offload; without one, experts are read where their tensors lie.
 
             side_stream: for the shared expert, None to leave it to the package. is_led: it follows another
-            sparse layer with no latent attention between, so in one graph.
+            sparse layer, with no latent attention between or with that of its own block: is_across.
             """
             self.sparse_layer = sparse_layer
             self.is_led = is_led
+            self.is_across = is_across
             self.offload: GpuOffload | None = None
             self._side_stream = side_stream
             self._shared_input: Any = None  # of the decode step that runs
@@ -139,15 +142,17 @@ def adopt_sparse_layers(model: Any, stock: Any = None, side_stream: Any = None) 
     stock = stock or stock_class()
     ours: Any = make_offloaded_class(stock)
     layers: list[Any] = []
-    is_led = False
+    num_cuts = 0  # latent attentions since the last sparse layer
     for module in model.modules:
         attention, mlp = (getattr(module, name, None) for name in ("attn", "mlp"))
-        is_led = is_led and not (attention is not None and is_latent_attention(attention))
+        is_cut = attention is not None and is_latent_attention(attention)
+        num_cuts += is_cut
         if isinstance(mlp, stock):
             mlp.__class__ = ours
-            mlp.adopt(len(layers), side_stream, is_led=is_led)
+            is_led = bool(layers) and (num_cuts == 0 or (num_cuts == 1 and is_cut))
+            mlp.adopt(len(layers), side_stream, is_led=is_led, is_across=is_led and is_cut)
             layers.append(mlp)
-            is_led = True
+            num_cuts = 0
     return layers
 
 
@@ -166,7 +171,7 @@ def tables_of(layer: Any) -> LayerTables:
 def router_of(layer: Any) -> RouterWeights | None:
     """Give a loaded layer's router for guesses; None where they cannot be made.
 
-    That is where the layer follows no other in one graph, and where its router chooses otherwise than by
+    That is where the layer follows no other closely enough, and where its router chooses otherwise than by
     sigmoid plus bias ("dots" to the package), which no published GLM-5.3 does.
     """
     if not layer.is_led or layer.router_type != "dots":

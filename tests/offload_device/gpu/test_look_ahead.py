@@ -36,6 +36,16 @@ CUTS = (0, 3, 6)  # layers that follow no other in one graph
 
 
 @dataclass
+class FakeEvent:
+    """One that is recorded again and again."""
+
+    seen: frozenset[str] = frozenset()
+
+    def record(self, stream: FakeStream) -> None:
+        self.seen = stream.record_event()
+
+
+@dataclass
 class FakeStream:
     """Knows what has happened before whatever comes next on it: `seen`. Its work is named in order."""
 
@@ -45,8 +55,8 @@ class FakeStream:
     def record_event(self) -> frozenset[str]:
         return frozenset(self.seen)
 
-    def wait_event(self, event: frozenset[str]) -> None:
-        self.seen |= event
+    def wait_event(self, event: frozenset[str] | FakeEvent) -> None:
+        self.seen |= event.seen if isinstance(event, FakeEvent) else event
 
 
 @dataclass
@@ -59,9 +69,10 @@ class Schedule:
     landings: FakeStream = field(default_factory=lambda: FakeStream("gather"))
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     layer: int = 0
+    unguessed: tuple[int, ...] = CUTS
 
     def streams(self) -> SideStreams:
-        return SideStreams(self.guesses, self.fetches, self.landings, lambda: self.main, self.on)
+        return SideStreams(self.guesses, self.fetches, self.landings, FakeEvent, lambda: self.main, self.on)
 
     def run(self, stream: FakeStream, work: str) -> None:
         self.before[work] = frozenset(stream.seen)
@@ -72,7 +83,11 @@ class Schedule:
         """Name what runs: a guess or fetch is for the layer behind, but the first copies of a guessed layer
         are those into slots."""
         work = f"{stream.name} {self.layer + (stream is not self.landings)}"
-        if stream is self.fetches and self.layer not in CUTS and f"keep {self.layer}" not in self.before:
+        if (
+            stream is self.fetches
+            and self.layer not in self.unguessed
+            and f"keep {self.layer}" not in self.before
+        ):
             work = f"keep {self.layer}"
         yield
         self.run(stream, work)
@@ -82,9 +97,17 @@ class Stack:
     """Layers on a card without workers: tables, slots, a landing, routers, and the look-ahead around them."""
 
     def __init__(
-        self, arena: ExpertArena, num_ahead: int, seed: int, rows: int, *, runs_hits_first: bool = False
+        self,
+        arena: ExpertArena,
+        num_ahead: int,
+        seed: int,
+        rows: int,
+        *,
+        runs_hits_first: bool = False,
+        crosses: bool = False,
     ) -> None:
-        self.arena, self.schedule, self.rows = arena, Schedule(), rows
+        unguessed = CUTS[:1] if crosses else CUTS
+        self.arena, self.schedule, self.rows = arena, Schedule(unguessed=unguessed), rows
         self.runs_hits_first = runs_hits_first
         self.rng = np.random.default_rng(seed)
         experts, hidden = arena.geometry.num_experts, arena.layout.hidden
@@ -103,14 +126,15 @@ class Stack:
         ]
         bias = torch.from_numpy(self.rng.normal(size=experts).astype(np.float32)) / 8
         routers = [
-            None if layer in CUTS else RouterWeights(gate, bias) for layer, gate in enumerate(self.gates)
+            None if layer in unguessed else RouterWeights(gate, bias) for layer, gate in enumerate(self.gates)
         ]
+        across = [layer in CUTS and layer not in unguessed for layer in range(NUM_LAYERS)]
         self.bias = bias
         homes = [arena.address(layer % self.num_arena_layers, 0) for layer in range(NUM_LAYERS)]
         geometry = type(arena.geometry)(
             NUM_LAYERS, experts, arena.geometry.top_k, arena.geometry.expert_bytes
         )
-        model = GuessedModel(geometry, size, routers, self.slots, homes)
+        model = GuessedModel(geometry, size, routers, across, self.slots, homes)
         device = torch.device("cpu")
         self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams())
         self.landed = torch.zeros((16, size), dtype=torch.uint8)
@@ -267,9 +291,23 @@ def test_what_is_guessed_and_not_picked_changes_nothing_else(arena: ExpertArena)
     assert seen[0] == seen[1]
 
 
-def run_all(arena: ExpertArena, num_ahead: int, limit: int = 4, *, runs_hits_first: bool = False) -> Schedule:
-    stack = Stack(arena, num_ahead, seed=1, rows=1, runs_hits_first=runs_hits_first)
+def run_all(
+    arena: ExpertArena,
+    num_ahead: int,
+    limit: int = 4,
+    *,
+    runs_hits_first: bool = False,
+    crosses: bool = False,
+) -> Schedule:
+    """Enqueue a step as it is captured: where a graph ends, main waits for everything but what crosses."""
+    stack = Stack(arena, num_ahead, seed=1, rows=1, runs_hits_first=runs_hits_first, crosses=crosses)
     stack.ahead.limit(limit)
+    with stack.ahead.captured():
+        return run_layers(stack)
+
+
+def run_layers(stack: Stack) -> Schedule:
+    arena = stack.arena
     for layer in range(NUM_LAYERS):
         x = stack.draw()
         picks = list_guesses(stack.scores(layer, x), arena.geometry.top_k).astype(np.int64)
@@ -278,20 +316,24 @@ def run_all(arena: ExpertArena, num_ahead: int, limit: int = 4, *, runs_hits_fir
             schedule = stack.schedule
             sides = schedule.guesses.seen | schedule.fetches.seen | schedule.landings.seen
             assert schedule.main.seen >= sides
+            cross = stack.ahead.crossing(layer + 1) if layer + 1 < NUM_LAYERS else None
+            if cross is not None:
+                cross()
     return stack.schedule
 
 
+@pytest.mark.parametrize("crosses", [False, True])
 @pytest.mark.parametrize("runs_hits_first", [False, True])
 def test_everything_waits_for_what_it_reads_and_for_readers_of_what_it_writes(
-    arena: ExpertArena, runs_hits_first: bool
+    arena: ExpertArena, runs_hits_first: bool, crosses: bool
 ) -> None:
-    before = run_all(arena, 2, runs_hits_first=runs_hits_first).before
+    before = run_all(arena, 2, runs_hits_first=runs_hits_first, crosses=crosses).before
     for layer in range(NUM_LAYERS):
         assert f"plan {layer}" in before[f"gather {layer}"]
         assert f"gather {layer}" in before[f"experts {layer}"]
         for earlier in range(layer):  # one landing for all layers
             assert f"experts {earlier}" in before[f"gather {layer}"]
-    guessed = [layer for layer in range(NUM_LAYERS) if layer not in CUTS]
+    guessed = [layer for layer in range(NUM_LAYERS) if layer not in (CUTS[:1] if crosses else CUTS)]
     assert {int(work.split()[1]) for work in before if work.startswith("guess")} == set(guessed)
     for layer in guessed:
         # the residency row and the router's input, which the main stream changes and frees
@@ -309,12 +351,14 @@ def test_everything_waits_for_what_it_reads_and_for_readers_of_what_it_writes(
                 assert f"keep {earlier}" in before[f"fetch {layer}"]
 
 
+@pytest.mark.parametrize("crosses", [False, True])
 @pytest.mark.parametrize("runs_hits_first", [False, True])
 def test_a_plan_and_its_copies_do_not_wait_for_what_is_still_on_its_way(
-    arena: ExpertArena, runs_hits_first: bool
+    arena: ExpertArena, runs_hits_first: bool, crosses: bool
 ) -> None:
-    before = run_all(arena, 1, runs_hits_first=runs_hits_first).before
-    for layer in (1, 2, 4, 5, 7):
+    before = run_all(arena, 2, runs_hits_first=runs_hits_first, crosses=crosses).before
+    for layer in (1, 2, 3, 4, 5, 6, 7) if crosses else (1, 2, 4, 5, 7):
+        assert f"fetch {layer}" in before[f"experts {layer}"]
         assert f"fetch {layer}" not in before[f"plan {layer}"]
         assert f"fetch {layer}" not in before[f"gather {layer}"]
         assert f"keep {layer}" not in before[f"experts {layer}"]
@@ -332,6 +376,26 @@ def test_experts_in_vram_wait_for_no_copy_of_their_layer_and_the_others_for_them
 def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:
     for schedule in (run_all(arena, 0), run_all(arena, 2, limit=0)):
         assert {work.split()[0] for work in schedule.before} == {"plan", "gather", "experts"}
+
+
+def test_behind_a_latent_attention_one_less_is_fetched_unless_told_otherwise(arena: ExpertArena) -> None:
+    for limits, expected in (((3,), [0, 3, 3, 2, 3]), ((3, 1), [0, 3, 3, 1, 3]), ((1,), [0, 1, 1, 0, 1])):
+        stack = Stack(arena, 3, seed=2, rows=1, crosses=True)
+        stack.ahead.limit(*limits)
+        for layer in range(5):
+            x = stack.draw()
+            stack.run_layer(layer, x, list_guesses(stack.scores(layer, x), 4).astype(np.int64))
+        assert stack.ahead.told[:5, 0].tolist() == expected
+        assert (stack.ahead.crossing(3) is None) == (expected[3] == 0)
+        assert stack.ahead.crossing(2) is None
+
+
+def test_a_step_that_is_not_captured_fetches_across_an_attention_as_elsewhere(arena: ExpertArena) -> None:
+    stack = Stack(arena, 2, seed=1, rows=1, crosses=True)
+    for layer in range(4):  # nobody calls crossing()
+        x = stack.draw()
+        stack.run_layer(layer, x, list_guesses(stack.scores(layer, x), 4).astype(np.int64))
+    assert "fetch 3" in stack.schedule.before["experts 3"]
 
 
 def test_a_limit_holds_for_each_layer(arena: ExpertArena) -> None:

@@ -31,7 +31,8 @@ class GpuMemory:
     """What an offload is built on. arena: filled and registered; alias: its bytes on the device.
 
     tables: of the sparse layers. plan: division of the VRAM. loan: what a chunk's activations take. routers:
-    of the sparse layers that may be guessed from the layer in front, None for the others; see look_ahead.py.
+    of the sparse layers that may be guessed from the layer in front, None for the others; across: whether a
+    latent attention stands between, for each; see look_ahead.py.
     """
 
     arena: ExpertArena
@@ -40,3 +41,4 @@ class GpuMemory:
     plan: VramPlan
     loan: LoanParams = field(default_factory=LoanParams)
     routers: list[RouterWeights | None] = field(default_factory=list)
+    across: list[bool] = field(default_factory=list)

@@ -257,10 +257,17 @@ class GpuOffload:
         lane = self.lane
         self._rows = num_rows
         try:
-            with contextlib.nullcontext() if lane is None else lane.numbered_at(first_job):
+            with (
+                contextlib.nullcontext() if lane is None else lane.numbered_at(first_job),
+                self.look_ahead.captured(),
+            ):
                 yield
         finally:
             self._rows = 0
+
+    def crossing(self, layer: int) -> Callable[[], None] | None:
+        """See LookAhead.crossing."""
+        return self.look_ahead.crossing(layer)
 
     def end_decode(self, step_ms: float) -> None:
         """End the enqueueing of a step: send its log on its way, and do the host's work beside it.
@@ -407,7 +414,8 @@ class GpuOffload:
         num_layers = memory.arena.geometry.num_layers
         homes = [self.home(layer) for layer in range(num_layers)]
         size = memory.arena.layout.record_bytes
-        return GuessedModel(memory.arena.geometry, size, memory.routers, self._slot_rows, homes)
+        guessed = (memory.routers, memory.across)
+        return GuessedModel(memory.arena.geometry, size, *guessed, self._slot_rows, homes)
 
     def _hit_weights(self) -> torch.Tensor | None:
         """Give the weights of experts in VRAM, for the rows of this step; None if all go in one launch."""

@@ -18,13 +18,16 @@ filled. A wrong guess is waited for as a right one is; it then had the time from
 was in nobody's way on the link.
 
 A step is captured into graphs that end at each latent attention (engine/cuda/graphs.py), and a graph's end
-waits for all of it: no layer is guessed across such a place. There the side streams are joined.
+waits for all of it. A layer behind such a place is guessed in the graph in front, but fetched between the
+graphs, beside the attention, by a launch of its own: cross(). The graph behind waits for that by an event
+from outside. There the time is shorter, so one expert less is fetched.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -37,7 +40,7 @@ from glm53srv.offload.device.gpu.guess_kernel import (
     launch_scores,
     num_pieces,
 )
-from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, RouterWeights, make_landing
+from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, Landing, RouterWeights, make_landing
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
 
@@ -52,15 +55,24 @@ class Stream(Protocol):
         """Let what is enqueued from here on wait for an event."""
 
 
+class LastingEvent(Protocol):
+    """An event that is recorded again and again; a graph that was captured with a wait for it waits, whenever
+    it is launched, for what was recorded last."""
+
+    def record(self, stream: Any) -> None:
+        """Stand for all that is enqueued on a stream so far."""
+
+
 @dataclass(frozen=True, slots=True)
 class SideStreams:
     """guesses, fetches, landings: one stream each, for guesses of the next layer's picks, for copies of what
-    was guessed, and for a layer's own copies. main: gives the one that layers run on now. on: makes a stream
-    the current one for a while."""
+    was guessed, and for a layer's own copies. lasting_event: makes an event. main: gives the stream that
+    layers run on now. on: makes a stream the current one for a while."""
 
     guesses: Stream
     fetches: Stream
     landings: Stream
+    lasting_event: Callable[[], LastingEvent]
     main: Callable[[], Stream]
     on: Callable[[Any], contextlib.AbstractContextManager[Any]]
 
@@ -71,6 +83,7 @@ def make_side_streams(device: torch.device) -> SideStreams:
         torch.cuda.Stream(device),
         torch.cuda.Stream(device),
         torch.cuda.Stream(device),
+        lambda: torch.cuda.Event(external=True),
         lambda: torch.cuda.current_stream(device),
         torch.cuda.stream,
     )
@@ -79,12 +92,14 @@ def make_side_streams(device: torch.device) -> SideStreams:
 @dataclass(frozen=True, slots=True)
 class GuessedModel:
     """What guesses are about. routers: of each layer that is guessed, None for those that are not; the first
-    never is. slots: int32 (experts,) for each layer, its row of the residency table. homes: addresses of the
-    layers' first records."""
+    never is. across: for each layer, whether a latent attention stands between it and the one in front.
+    slots: int32 (experts,) for each layer, its row of the residency table. homes: addresses of the layers'
+    first records."""
 
     geometry: ExpertGeometry
     record_bytes: int
     routers: list[RouterWeights | None]
+    across: list[bool]
     slots: list[torch.Tensor]
     homes: list[int]
 
@@ -114,21 +129,28 @@ class LookAhead:
         shape = (max_rows, geometry.top_k)
         self._lists = torch.zeros(shape, dtype=torch.int64, device=device)
         self._imposed: torch.Tensor | None = None
+        self._num_across = max(0, num_ahead - 1)
+        self._is_captured = False
+        self._crossed = {
+            layer: self._make_crossed() for layer, is_across in enumerate(model.across) if is_across
+        }
         self._aheads = [self._make(layer) for layer in range(geometry.num_layers)]
         self._planned: Any = None  # events of the layer that runs, and of what is on its way to the next
         self._arrived: Any = None
         self._guessed: Any = None
         self._fetched: Any = None
 
-    def limit(self, num_ahead: int) -> None:
+    def limit(self, num_ahead: int, num_across: int | None = None) -> None:
         """Fetch at most num_ahead experts for each layer, and no more than there is room for.
 
-        Graphs that were captured before do as before; no step may run.
+        num_across: likewise for layers behind a latent attention, None for one less. Graphs that were
+        captured before do as before; no step may run.
         """
         self._fetches = [
             replace(fetches, num_experts=min(num_ahead, len(buffers)))
             for fetches, buffers in zip(self._fetches, self._buffers, strict=True)
         ]
+        self._num_across = max(0, num_ahead - 1) if num_across is None else num_across
         self._aheads = [self._make(layer) for layer in range(len(self.told))]
         self.told.zero_()  # a layer that is not guessed any more tells nothing
 
@@ -139,6 +161,15 @@ class LookAhead:
         first; read by each step. Before the first step that is captured.
         """
         self._imposed = lists
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """Let what is enqueued inside be captured into graphs that are cut at latent attentions."""
+        self._is_captured = True
+        try:
+            yield
+        finally:
+            self._is_captured = False
 
     def ahead_of(self, layer: int) -> Ahead | None:
         """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
@@ -164,27 +195,35 @@ class LookAhead:
                 model.slots[target],
                 model.homes[target],
                 model.record_bytes,
-                self._fetches[turn],
+                self._fetches_of(target),
                 self._experts[turn],
             )
         self._guessed = stream.record_event()
 
     def fetch(self, layer: int, gathered: Any) -> None:
         """Behind the copies of a layer, the event `gathered`: fetch for the next one; keep what was right."""
-        streams, num_bytes = self._streams, self._model.record_bytes
-        stream = streams.fetches
+        streams, stream = self._streams, self._streams.fetches
         self._arrived = None
         if self._aheads[layer] is not None:
             self._arrived = self._fetched
             stream.wait_event(self._planned)
+            if self._is_cut(layer):
+                self._arrived = self._crossed[layer]
+                stream.wait_event(self._arrived)
             with streams.on(stream):
-                launch_gather(self._keeps[layer % 2], num_bytes)
-        if self._router(layer + 1) is not None:
+                launch_gather(self._keeps[layer % 2], self._model.record_bytes)
+        if self._router(layer + 1) is not None and not self._is_cut(layer + 1):
             stream.wait_event(self._guessed)
             stream.wait_event(gathered)
-            with streams.on(stream):
-                launch_gather(self._fetches[(layer + 1) % 2], num_bytes, BESIDE)
+            self._fetch(layer + 1)
             self._fetched = stream.record_event()
+
+    def crossing(self, layer: int) -> Callable[[], None] | None:
+        """Give what must be called in each step between the graph in front of a layer's attention and the
+        attention; None for a layer that is not guessed across one."""
+        if self._router(layer) is None or not self._model.across[layer]:
+            return None
+        return functools.partial(self._cross, layer)
 
     def arrive(self) -> None:
         """In front of a layer's experts: wait for those that were fetched for it."""
@@ -192,17 +231,43 @@ class LookAhead:
             self._streams.main().wait_event(self._arrived)
 
     def join(self, layer: int) -> None:
-        """Behind a layer's experts: wait for the guess, or for the copies where nothing goes on."""
-        main = self._streams.main()
-        if self._router(layer + 1) is not None:
+        """Behind a layer's experts: wait for the guess, and for the copies where a graph ends."""
+        main, is_guessed = self._streams.main(), self._router(layer + 1) is not None
+        if is_guessed:
             main.wait_event(self._guessed)
-        elif self._aheads[layer] is not None:
+        if self._aheads[layer] is not None and (not is_guessed or self._is_cut(layer + 1)):
             main.wait_event(self._streams.fetches.record_event())
+
+    def _cross(self, layer: int) -> None:
+        stream = self._streams.fetches
+        stream.wait_event(self._streams.main().record_event())
+        self._fetch(layer)
+        self._crossed[layer].record(stream)
+
+    def _fetch(self, layer: int) -> None:
+        with self._streams.on(self._streams.fetches):
+            launch_gather(self._fetches_of(layer), self._model.record_bytes, BESIDE)
+
+    def _fetches_of(self, layer: int) -> Landing:
+        """Give a layer's buffers, as many as it may use."""
+        fetches = self._fetches[layer % 2]
+        if not self._model.across[layer]:
+            return fetches
+        return replace(fetches, num_experts=min(self._num_across, fetches.num_experts))
+
+    def _is_cut(self, layer: int) -> bool:
+        """Tell whether a graph ends between a layer and the one in front; only while graphs are captured."""
+        return self._is_captured and layer < len(self._model.across) and self._model.across[layer]
+
+    def _make_crossed(self) -> LastingEvent:
+        event = self._streams.lasting_event()
+        event.record(self._streams.fetches)  # or a wait would be for nothing, and leave no trace in a graph
+        return event
 
     def _router(self, layer: int) -> RouterWeights | None:
         """Give the router of a layer that is guessed, None for another."""
         routers = self._model.routers
-        if layer >= len(routers) or not self._fetches[layer % 2].num_experts:
+        if layer >= len(routers) or not self._fetches_of(layer).num_experts:
             return None
         return routers[layer]
 
@@ -210,4 +275,4 @@ class LookAhead:
         if self._router(layer) is None:
             return None
         turn = layer % 2
-        return Ahead(self._experts[turn], self._fetches[turn], self._keeps[turn], self.told[layer])
+        return Ahead(self._experts[turn], self._fetches_of(layer), self._keeps[turn], self.told[layer])

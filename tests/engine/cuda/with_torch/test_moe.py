@@ -98,7 +98,7 @@ class Attention:
         self.caps = {"kv_cache": True} if is_latent else {}
 
 
-def test_a_layer_is_led_by_the_one_in_front_unless_a_graph_is_cut_between() -> None:
+def test_a_layer_is_led_by_the_one_in_front_unless_a_graph_is_cut_elsewhere_than_at_its_attention() -> None:
     recurrent, latent = Attention(is_latent=False), Attention(is_latent=True)
     modules = [
         Block(Stock("first", []), recurrent),
@@ -111,7 +111,8 @@ def test_a_layer_is_led_by_the_one_in_front_unless_a_graph_is_cut_between() -> N
         Block(Stock("behind a dense block", []), recurrent),
     ]
     layers = adopt_sparse_layers(Model(modules), Stock)
-    assert [layer.is_led for layer in layers] == [False, True, False, True, False, True]
+    assert [layer.is_led for layer in layers] == [False, True, True, True, False, True]
+    assert [layer.is_across for layer in layers] == [False, False, True, False, False, False]
 
 
 class RoutingConfig:
