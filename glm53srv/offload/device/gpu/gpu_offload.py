@@ -364,8 +364,12 @@ class GpuOffload:
         if not self._rows:
             return
         weights, sums = self._hit_weights(), self._buffers.hit_sums[: self._rows]
-        run_hits = None if weights is None else (lambda: sums.copy_(run(weights)))
-        enqueue_copies(self._streams, self.look_ahead, layer, self._planned, self.gather, run_hits)
+
+        def run_hits() -> None:
+            torch.mul(run(weights), 1.0, out=sums)  # by a kernel: a copy might queue behind staged experts
+
+        first = None if weights is None else run_hits
+        enqueue_copies(self._streams, self.look_ahead, layer, self._planned, self.gather, first)
 
     def gather(self) -> None:
         """Enqueue the copies that landing lists, by the kernel that decode steps use."""
