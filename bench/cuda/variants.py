@@ -8,6 +8,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     landing=N              from 1 on, as of bench-model, at most what the start had
     ahead=N across=N       likewise, from 0 on: experts fetched ahead of their layer, however slow the link;
                            of a layer behind a latent attention, one less by default
+    copies=PxWxI           the kernel that copies a layer's experts: programs, warps, words at once of each;
+    beside=PxWxI           likewise of those that are fetched ahead
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
@@ -49,6 +51,7 @@ from glm53srv.machine import MachineFacts, read_machine
 from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.cpus import choose_cpus
+from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, CopyShape
 
 PROFILED_STEPS = 8
 READ_BYTES = 4 * 10**9
@@ -56,16 +59,18 @@ READ_BYTES = 4 * 10**9
 SPLITS = ("parts", "whole")
 NUMBERS = {"landing": 1, "ahead": 0, "across": 0, "threads": 1, "launches": 1}
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
+SHAPES = {"copies": ALONE, "beside": BESIDE}
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One --vary. numbers: by their names in NUMBERS; costs: by their names in CostOverrides. split:
-    parts or whole, None for the options'."""
+    """One --vary. numbers: by their names in NUMBERS; shapes: in SHAPES; costs: in CostOverrides. split: parts
+    or whole, None for the options'."""
 
     name: str
     numbers: dict[str, int]
+    shapes: dict[str, CopyShape]
     costs: dict[str, float]
     isa: Isa | None
     streams: tuple[int, ...] | None
@@ -76,6 +81,7 @@ def parse_variant(text: str) -> Variant:
     """Read 'name: key=value, ...'. Raises BadInput."""
     name, _, rest = text.partition(":")
     numbers: dict[str, int] = {}
+    shapes: dict[str, CopyShape] = {}
     costs: dict[str, float] = {}
     isa, streams, split = None, None, None
     for pair in filter(None, (part.strip() for part in rest.split(","))):
@@ -85,6 +91,9 @@ def parse_variant(text: str) -> Variant:
                 numbers[key] = int(value)
                 if numbers[key] < NUMBERS[key]:
                     raise BadInput(f"--vary {text!r}: {key} is at least {NUMBERS[key]}")
+            elif key in SHAPES:
+                programs, warps, items = map(int, value.split("x"))
+                shapes[key] = CopyShape(programs, warps, items)
             elif key in COSTS:
                 costs[COSTS[key]] = float(value)
             elif key == "isa":
@@ -99,7 +108,7 @@ def parse_variant(text: str) -> Variant:
             raise BadInput(f"--vary {text!r}: {pair!r} cannot be read") from error
     if not name.strip():
         raise BadInput(f"--vary {text!r}: a variant needs a name, as in 'base:'")
-    return Variant(name.strip(), numbers, costs, isa, streams, split)
+    return Variant(name.strip(), numbers, shapes, costs, isa, streams, split)
 
 
 class Bench:
@@ -117,6 +126,8 @@ class Bench:
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.landing = replace(self._landing, num_experts=landing)
         offload.look_ahead.limit(numbers.get("ahead", self.options.ahead), numbers.get("across"))
+        shapes = SHAPES | variant.shapes
+        offload.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
         offload.runs_hits_first = numbers.get("launches", 2) > 1
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))

@@ -41,13 +41,14 @@ class SharedBeside:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.mlp, name)
 
-    def begin(self, x: Any, params: dict[str, Any]) -> None:
-        """Enqueue it beside what comes next on the current stream; forward() must follow.
+    def begin(self, x: Any, params: dict[str, Any], event: Any) -> None:
+        """Enqueue it behind an event of the current stream, beside what comes next there; forward() must
+        follow.
 
         What it returns was allocated for the side stream, which waits for the main one before its next use:
         so its memory may be given back as soon as the main stream's use is enqueued.
         """
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
             self._found = self.mlp.forward(x, params)
 
@@ -119,10 +120,16 @@ def make_offloaded_class(base: Any) -> type[Any]:
             picks, weights = self._stock_routing(rows, config, z, params)
             if self.offload is not None:
                 self.offload.plan_layer(self.sparse_layer, z, picks, weights)
-                x, self._shared_input = self._shared_input, None
-                if x is not None:
-                    self.shared_experts.begin(x, params)
-                self.offload.land_layer(self.sparse_layer, lambda own: self._run_experts(z, picks, own))
+                shared_input, self._shared_input = self._shared_input, None
+
+                def run_shared(planned: Any) -> None:
+                    if shared_input is not None:
+                        self.shared_experts.begin(shared_input, params, planned)
+
+                def run(own: Any) -> Any:
+                    return self._run_experts(z, picks, own)
+
+                self.offload.land_layer(self.sparse_layer, z, run, run_shared)
             return picks, weights
 
         def _run_experts(self, x: Any, picks: Any, weights: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
-from glm53srv.offload.device.gpu.landing_order import enqueue_copies
+from glm53srv.offload.device.gpu.landing_order import LayerWork, enqueue_copies
 from glm53srv.offload.device.gpu.launch import (
     COUNT_WORDS,
     PlanInputs,
@@ -67,6 +67,7 @@ class Schedule:
     guesses: FakeStream = field(default_factory=lambda: FakeStream("guess"))
     fetches: FakeStream = field(default_factory=lambda: FakeStream("fetch"))
     landings: FakeStream = field(default_factory=lambda: FakeStream("gather"))
+    shared: FakeStream = field(default_factory=lambda: FakeStream("shared"))
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     layer: int = 0
     unguessed: tuple[int, ...] = CUTS
@@ -186,7 +187,6 @@ class Stack:
         launch_plan(inputs, outputs, self.landing, None, ahead.ahead_of(layer))
         schedule.run(schedule.main, f"plan {layer}")
         planned = schedule.main.record_event()
-        ahead.guess(layer, x, planned)
 
         def gather() -> None:
             launch_gather(self.landing, layout.record_bytes)
@@ -196,8 +196,13 @@ class Stack:
         def run_hits() -> None:
             schedule.run(schedule.main, f"hits {layer}")
 
+        def run_shared() -> None:
+            schedule.shared.wait_event(planned)
+            schedule.run(schedule.shared, f"shared {layer}")
+
         first = run_hits if self.runs_hits_first else None
-        enqueue_copies(schedule.streams(), ahead, layer, planned, gather, first)
+        work = LayerWork(planned, x, gather, first, run_shared)
+        enqueue_copies(schedule.streams(), ahead, layer, work)
         self.check_experts(layer, picks, outputs)
         schedule.run(schedule.main, f"experts {layer}")
         ahead.join(layer)
@@ -371,11 +376,15 @@ def test_experts_in_vram_wait_for_no_copy_of_their_layer_and_the_others_for_them
         assert not before[f"hits {layer}"] & {f"gather {layer}", f"fetch {layer}"}
         assert f"hits {layer}" in before[f"experts {layer}"]  # they share the kernel's scratch
         assert f"hits {layer}" not in before[f"gather {layer}"]
+    order = list(before)  # as enqueued: what most waits for first
+    for layer in range(NUM_LAYERS):
+        work = [f"{name} {layer}" for name in ("gather", "hits", "shared")]
+        assert sorted(work, key=order.index) == work
 
 
 def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:
     for schedule in (run_all(arena, 0), run_all(arena, 2, limit=0)):
-        assert {work.split()[0] for work in schedule.before} == {"plan", "gather", "experts"}
+        assert {work.split()[0] for work in schedule.before} == {"plan", "shared", "gather", "experts"}
 
 
 def test_behind_a_latent_attention_one_less_is_fetched_unless_told_otherwise(arena: ExpertArena) -> None:

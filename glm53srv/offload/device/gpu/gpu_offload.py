@@ -27,14 +27,14 @@ from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.copy_kernel import launch_gather
+from glm53srv.offload.device.gpu.copy_kernel import ALONE, launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.decode_buffers import DecodeBuffers
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import HostReader
-from glm53srv.offload.device.gpu.landing_order import enqueue_copies
+from glm53srv.offload.device.gpu.landing_order import LayerWork, enqueue_copies
 from glm53srv.offload.device.gpu.launch import PlanInputs
 from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, make_side_streams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
@@ -110,6 +110,7 @@ class GpuOffload:
         self._buffers = DecodeBuffers(geometry, arena.layout, self.tables, max_rows, plan.landing, device)
         self.landing = self._buffers.landing
         self.runs_hits_first = lane is not None
+        self.copy_shape = ALONE
         self._planned: Any = None  # an event of the decode layer that runs
         self._words = StepWords(geometry, device)
         self._num_tables = 0
@@ -352,29 +353,36 @@ class GpuOffload:
         outputs = self._buffers.outputs(self._rows, layer)
         launch_plan(inputs, outputs, self.landing, ring, ahead, self._hit_weights())
         self._planned = self._streams.main().record_event()
-        self.look_ahead.guess(layer, x, self._planned)
 
-    def land_layer(self, layer: int, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def land_layer(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        run: Callable[[torch.Tensor], torch.Tensor],
+        run_shared: Callable[[Any], None],
+    ) -> None:
         """Copy the experts that the layer just planned wants over the link: decode.
 
-        run: enqueues the experts' kernels for weights, float16 (rows, top_k), and gives their sums, float32
-        (rows, hidden), which the next call overwrites. In fast mode those in VRAM are computed by it beside
-        the copies, and the others behind them by whoever calls this; combine() adds both.
+        x: its router's input, float16 (rows, hidden). run: enqueues the experts' kernels for weights, float16
+        (rows, top_k), and gives their sums, float32 (rows, hidden), which the next call overwrites. In fast
+        mode those in VRAM are computed by it beside the copies, and the others behind them by whoever calls
+        this; combine() adds both. run_shared: enqueues the shared expert behind an event, if it runs beside.
         """
         if not self._rows:
             return
-        weights, sums = self._hit_weights(), self._buffers.hit_sums[: self._rows]
+        weights, sums, planned = self._hit_weights(), self._buffers.hit_sums[: self._rows], self._planned
 
         def run_hits() -> None:
             torch.mul(run(weights), 1.0, out=sums)  # by a kernel: a copy might queue behind staged experts
 
         first = None if weights is None else run_hits
-        enqueue_copies(self._streams, self.look_ahead, layer, self._planned, self.gather, first)
+        work = LayerWork(planned, x, self.gather, first, lambda: run_shared(planned))
+        enqueue_copies(self._streams, self.look_ahead, layer, work)
 
     def gather(self) -> None:
         """Enqueue the copies that landing lists, by the kernel that decode steps use."""
         cut = None if self.lane is None else self._buffers.cut
-        launch_gather(self.landing, self.arena.layout.record_bytes, cut=cut)
+        launch_gather(self.landing, self.arena.layout.record_bytes, self.copy_shape, cut=cut)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Complete a layer's sum, float32 (rows, hidden): by the CPU's part, behind a wait for it, and by

@@ -10,34 +10,55 @@ Without a launch of their own for hits, the experts in VRAM, gather goes by the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from glm53srv.offload.device.gpu.look_ahead import LookAhead, SideStreams
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """planned: an event behind the layer's plan. x: float16 (rows, hidden), its router's input.
+
+    gather: enqueues the layer's copies. run_hits: the experts in VRAM, None if they go with the others.
+    run_shared: the shared expert, on a stream of its own behind `planned`; nothing where it runs elsewhere.
+    """
+
+    planned: Any
+    x: torch.Tensor
+    gather: Callable[[], None]
+    run_hits: Callable[[], None] | None
+    run_shared: Callable[[], None]
 
 
 def enqueue_copies(
     streams: SideStreams,
     look_ahead: LookAhead,
     layer: int,
-    planned: Any,
-    gather: Callable[[], None],
-    run_hits: Callable[[], None] | None,
+    work: LayerWork,
 ) -> None:
-    """Enqueue what comes between a layer's plan, the event `planned`, and its experts' kernels.
+    """Enqueue what comes between a layer's plan and its experts' kernels.
 
-    gather: the layer's copies. run_hits: computes the experts in VRAM, None if they go with the others.
-    Copies are enqueued first: the experts' kernel may fill the card before a later one finds place.
+    The device begins what was enqueued first, and a kernel that fills it holds up the next: so the copies
+    first, on which most waits; then the experts in VRAM; then the shared one, which has until the layer's
+    end, and the guess, which has until the copies' end.
     """
     main = streams.main()
-    if run_hits is None:
-        gather()
+    if work.run_hits is None:
+        look_ahead.guess(layer, work.x, work.planned)
+        work.run_shared()
+        work.gather()
         look_ahead.fetch(layer, main.record_event())
     else:
-        streams.landings.wait_event(planned)
+        streams.landings.wait_event(work.planned)
         with streams.on(streams.landings):
-            gather()
+            work.gather()
         gathered = streams.landings.record_event()
+        work.run_hits()
+        work.run_shared()
+        look_ahead.guess(layer, work.x, work.planned)
         look_ahead.fetch(layer, gathered)
-        run_hits()
         main.wait_event(gathered)
     look_ahead.arrive()

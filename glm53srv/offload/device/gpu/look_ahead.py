@@ -129,6 +129,7 @@ class LookAhead:
         shape = (max_rows, geometry.top_k)
         self._lists = torch.zeros(shape, dtype=torch.int64, device=device)
         self._imposed: torch.Tensor | None = None
+        self.copy_shape = BESIDE
         self._num_across = max(0, num_ahead - 1)
         self._is_captured = False
         self._crossed = {
@@ -246,7 +247,7 @@ class LookAhead:
 
     def _fetch(self, layer: int) -> None:
         with self._streams.on(self._streams.fetches):
-            launch_gather(self._fetches_of(layer), self._model.record_bytes, BESIDE)
+            launch_gather(self._fetches_of(layer), self._model.record_bytes, self.copy_shape)
 
     def _fetches_of(self, layer: int) -> Landing:
         """Give a layer's buffers, as many as it may use."""

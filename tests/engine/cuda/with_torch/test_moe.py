@@ -69,8 +69,9 @@ class Offload:
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
-    def land_layer(self, layer: int, run: Any) -> None:
-        self.told.append(("land", layer))
+    def land_layer(self, layer: int, x: Any, run: Any, run_shared: Any) -> None:
+        self.told.append(("land", layer, x))
+        run_shared("the plan's event")
         if self.is_decoding:
             self.told.append(("sums", run("hits' weights")))
 
@@ -157,7 +158,7 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
         ("begin", 1),
         ("router", 3, "config", "x", {}),
         ("plan", 1, "x", "picks", "weights"),
-        ("land", 1),
+        ("land", 1, "x"),
         ("experts", ("picks", "weights"), None),
         ("combine", 1, "sums viewed (-1, 8)"),
         ("end", 1),
@@ -199,10 +200,10 @@ def test_the_offload_may_run_a_part_of_the_experts_before_the_package_runs_the_o
 
 
 @pytest.mark.parametrize("is_decoding", [True, False])
-def test_the_shared_expert_begins_between_plan_and_copies(is_decoding: bool) -> None:
+def test_the_shared_expert_begins_behind_the_plan_where_the_offload_says(is_decoding: bool) -> None:
     class Beside:
-        def begin(self, x: Any, params: dict[str, Any]) -> None:
-            told.append(("shared", x, params))
+        def begin(self, x: Any, params: dict[str, Any], event: Any) -> None:
+            told.append(("shared", x, params, event))
 
     told: list[Any] = []
     (layer,) = adopt_sparse_layers(Model([Block(Stock("one", told))]), Stock, side_stream="a stream")
@@ -213,8 +214,8 @@ def test_the_shared_expert_begins_between_plan_and_copies(is_decoding: bool) -> 
     layer.forward("x", {"a": 1})
     names = [each[0] for each in told if each[0] != "sums"]
     shared = ["shared"] if is_decoding else []
-    assert names == ["begin", "router", "plan", *shared, "land", "experts", "combine", "end"]
-    assert not is_decoding or ("shared", "x", {"a": 1}) in told
+    assert names == ["begin", "router", "plan", "land", *shared, "experts", "combine", "end"]
+    assert not is_decoding or ("shared", "x", {"a": 1}, "the plan's event") in told
 
 
 class LoadingStock(Stock):
