@@ -65,8 +65,8 @@ COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One --vary. numbers: by their names in NUMBERS; shapes: in SHAPES; costs: in CostOverrides. split: parts
-    or whole, None for the options'."""
+    """One --vary. numbers: by their names in NUMBERS; shapes: in SHAPES; costs: in CostOverrides.
+    split: parts or whole, None for the options'."""
 
     name: str
     numbers: dict[str, int]
