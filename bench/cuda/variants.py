@@ -128,7 +128,7 @@ class Bench:
         offload.look_ahead.limit(numbers.get("ahead", self.options.ahead), numbers.get("across"))
         shapes = SHAPES | variant.shapes
         offload.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
-        offload.runs_hits_first = numbers.get("launches", 2) > 1
+        offload.split_launches(numbers.get("launches", 2) > 1)
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
         offload.share_experts((variant.split or self.options.ct_split) == "parts")

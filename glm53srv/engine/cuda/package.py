@@ -68,6 +68,7 @@ EXTENSION_SEAMS = (
     "cuda_host_register",
     "cuda_host_unregister",
     "pinned_cuda_view",
+    "exl3_moe_coop",
 )
 
 
@@ -92,10 +93,7 @@ def open_package(mode: Mode, tuning_dir: Path | None = None, *, pins_kernels: bo
     tuning_dir: where this machine's timed choices are kept, None for the package's own places. pins_kernels:
     False leaves Triton's autotuners to time, for the command that makes a pin file.
     """
-    # Both are read with the first call of the driver. Streams beyond the connections share them: with the
-    # usual 8 a layer's copies waited for those that were fetched ahead of it (H200, traced, 2026-11-30).
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # read with the first call of the driver
     torch = _import("torch")
     if not torch.cuda.is_available():
         raise MachineError(

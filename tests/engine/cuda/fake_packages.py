@@ -45,7 +45,7 @@ two = Autotuner(two_kernel, (128, 256))
 """
 EXTENSION = """
 class exllamav3_ext:
-    cuda_host_register = cuda_host_unregister = pinned_cuda_view = 1
+    cuda_host_register = cuda_host_unregister = pinned_cuda_view = exl3_moe_coop = 1
 """
 FILES: Mapping[str, str] = {
     "torch/__init__.py": TORCH,

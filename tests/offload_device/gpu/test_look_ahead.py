@@ -24,7 +24,7 @@ from glm53srv.offload.device.gpu.launch import (
     RouterWeights,
     make_landing,
 )
-from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, SideStreams
+from glm53srv.offload.device.gpu.look_ahead import MAX_ROWS, GuessedModel, LookAhead, SideStreams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.region import Region
 from glm53srv.offload.look_ahead import choose_guesses, list_guesses
@@ -67,7 +67,6 @@ class Schedule:
     guesses: FakeStream = field(default_factory=lambda: FakeStream("guess"))
     fetches: FakeStream = field(default_factory=lambda: FakeStream("fetch"))
     landings: FakeStream = field(default_factory=lambda: FakeStream("gather"))
-    shared: FakeStream = field(default_factory=lambda: FakeStream("shared"))
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     layer: int = 0
     unguessed: tuple[int, ...] = CUTS
@@ -196,12 +195,8 @@ class Stack:
         def run_hits() -> None:
             schedule.run(schedule.main, f"hits {layer}")
 
-        def run_shared() -> None:
-            schedule.shared.wait_event(planned)
-            schedule.run(schedule.shared, f"shared {layer}")
-
         first = run_hits if self.runs_hits_first else None
-        work = LayerWork(planned, x, gather, first, run_shared)
+        work = LayerWork(planned, x, gather, first)
         enqueue_copies(schedule.streams(), ahead, layer, work)
         self.check_experts(layer, picks, outputs)
         schedule.run(schedule.main, f"experts {layer}")
@@ -378,13 +373,13 @@ def test_experts_in_vram_wait_for_no_copy_of_their_layer_and_the_others_for_them
         assert f"hits {layer}" not in before[f"gather {layer}"]
     order = list(before)  # as enqueued: what most waits for first
     for layer in range(NUM_LAYERS):
-        work = [f"{name} {layer}" for name in ("gather", "hits", "shared")]
+        work = [f"{name} {layer}" for name in ("gather", "hits")]
         assert sorted(work, key=order.index) == work
 
 
 def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:
     for schedule in (run_all(arena, 0), run_all(arena, 2, limit=0)):
-        assert {work.split()[0] for work in schedule.before} == {"plan", "shared", "gather", "experts"}
+        assert {work.split()[0] for work in schedule.before} == {"plan", "gather", "experts"}
 
 
 def test_behind_a_latent_attention_one_less_is_fetched_unless_told_otherwise(arena: ExpertArena) -> None:
@@ -405,6 +400,21 @@ def test_a_step_that_is_not_captured_fetches_across_an_attention_as_elsewhere(ar
         x = stack.draw()
         stack.run_layer(layer, x, list_guesses(stack.scores(layer, x), 4).astype(np.int64))
     assert "fetch 3" in stack.schedule.before["experts 3"]
+
+
+def test_steps_of_several_rows_are_not_guessed(arena: ExpertArena) -> None:
+    stack = Stack(arena, 2, seed=2, rows=MAX_ROWS + 1, crosses=True)
+    for num_rows in (MAX_ROWS + 1, MAX_ROWS):
+        stack.ahead.begin_step(num_rows)
+        stack.schedule.before.clear()
+        assert stack.ahead.is_on == (num_rows <= MAX_ROWS)
+        for layer in range(4):
+            x = stack.draw()[:num_rows]
+            picks = list_guesses(stack.scores(layer, x), 4).astype(np.int64)
+            stack.run_layer(layer, x, picks)
+        work = {each.split()[0] for each in stack.schedule.before}
+        assert ("fetch" in work) == ("guess" in work) == (num_rows <= MAX_ROWS)
+        assert (stack.ahead.crossing(3) is None) == (num_rows > MAX_ROWS)
 
 
 def test_a_limit_holds_for_each_layer(arena: ExpertArena) -> None:

@@ -32,7 +32,7 @@ class GpuMemory:
 
     tables: of the sparse layers. plan: division of the VRAM. loan: what a chunk's activations take. routers:
     of the sparse layers that may be guessed from the layer in front, None for the others; across: whether a
-    latent attention stands between, for each; see look_ahead.py.
+    latent attention stands between, for each; see look_ahead.py. is_split: layers may take two launches.
     """
 
     arena: ExpertArena
@@ -42,3 +42,4 @@ class GpuMemory:
     loan: LoanParams = field(default_factory=LoanParams)
     routers: list[RouterWeights | None] = field(default_factory=list)
     across: list[bool] = field(default_factory=list)
+    is_split: bool = False

@@ -109,7 +109,8 @@ class GpuOffload:
         layers = geometry.num_layers
         self._buffers = DecodeBuffers(geometry, arena.layout, self.tables, max_rows, plan.landing, device)
         self.landing = self._buffers.landing
-        self.runs_hits_first = lane is not None
+        self._may_split = memory.is_split and lane is not None
+        self._is_split = self._may_split
         self.copy_shape = ALONE
         self._planned: Any = None  # an event of the decode layer that runs
         self._words = StepWords(geometry, device)
@@ -142,7 +143,9 @@ class GpuOffload:
     def start(self, calibration: Calibration) -> None:
         """Begin with these costs, and with the experts that an earlier run found popular."""
         self._ledger = self._open_ledger(calibration, self._options.costs)
-        num_ahead = fitting_ahead(self.plan.ahead, calibration.costs.zero_copy_ms)
+        # Without workers, in exact mode, attention is of cooperative kernels, which wait for every copy.
+        link_ms = calibration.costs.zero_copy_ms
+        num_ahead = 0 if self.lane is None else fitting_ahead(self.plan.ahead, link_ms)
         self.look_ahead.limit(num_ahead)
         history = self._heat_keeper.load()
         if history is not None:
@@ -178,6 +181,11 @@ class GpuOffload:
         ledger = self._costs()
         ledger.share(self._parts(is_wanted))
         self._send_cost_table(ledger)
+
+    def split_launches(self, is_wanted: bool) -> None:
+        """Compute experts in VRAM before the others from now on, where layers may be split; for measurements.
+        Before the next capture."""
+        self._is_split = self._may_split and is_wanted
 
     # ---- brackets of the engine ----
 
@@ -242,6 +250,7 @@ class GpuOffload:
         if not 1 <= num_rows <= self._buffers.max_rows:
             raise EngineError(f"a decode step of {num_rows} rows, the offload has {self._buffers.max_rows}")
         self._rows = num_rows
+        self.look_ahead.begin_step(num_rows)
         if self.lane is None:
             return 0
         first_job = self.lane.begin_step()
@@ -257,6 +266,7 @@ class GpuOffload:
         """
         lane = self.lane
         self._rows = num_rows
+        self.look_ahead.begin_step(num_rows)
         try:
             with (
                 contextlib.nullcontext() if lane is None else lane.numbered_at(first_job),
@@ -278,7 +288,7 @@ class GpuOffload:
         ledger = self._costs()
         if self.lane is not None:
             ledger.observe_cpu(self.lane.take_answers())
-        log = self._logs.swap(self._rows * self.policy.geometry.top_k)
+        log = self._logs.swap(self._rows * self.policy.geometry.top_k, is_guessed=self.look_ahead.is_on)
         self._rows = 0
         if log is not None:
             self._learn(log)
@@ -354,30 +364,24 @@ class GpuOffload:
         launch_plan(inputs, outputs, self.landing, ring, ahead, self._hit_weights())
         self._planned = self._streams.main().record_event()
 
-    def land_layer(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        run: Callable[[torch.Tensor], torch.Tensor],
-        run_shared: Callable[[Any], None],
-    ) -> None:
-        """Copy the experts that the layer just planned wants over the link: decode.
+    def land_layer(self, layer: int, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Copy the experts that the layer just planned wants over the link: decode. Tells whether a part of
+        its experts is computed by now; whoever calls this computes the others.
 
-        x: its router's input, float16 (rows, hidden). run: enqueues the experts' kernels for weights, float16
-        (rows, top_k), and gives their sums, float32 (rows, hidden), which the next call overwrites. In fast
-        mode those in VRAM are computed by it beside the copies, and the others behind them by whoever calls
-        this; combine() adds both. run_shared: enqueues the shared expert behind an event, if it runs beside.
+        x: its router's input, float16 (rows, hidden). run: enqueues the kernels of the shared expert and of
+        routed ones with these weights, float16 (rows, top_k), and gives their sums, float32 (rows, hidden),
+        which the next launch overwrites: in fast mode those in VRAM, beside the copies. combine() adds them.
         """
         if not self._rows:
-            return
-        weights, sums, planned = self._hit_weights(), self._buffers.hit_sums[: self._rows], self._planned
+            return False
+        weights, sums = self._hit_weights(), self._buffers.hit_sums[: self._rows]
 
         def run_hits() -> None:
             torch.mul(run(weights), 1.0, out=sums)  # by a kernel: a copy might queue behind staged experts
 
         first = None if weights is None else run_hits
-        work = LayerWork(planned, x, self.gather, first, lambda: run_shared(planned))
-        enqueue_copies(self._streams, self.look_ahead, layer, work)
+        enqueue_copies(self._streams, self.look_ahead, layer, LayerWork(self._planned, x, self.gather, first))
+        return first is not None
 
     def gather(self) -> None:
         """Enqueue the copies that landing lists, by the kernel that decode steps use."""
@@ -431,7 +435,7 @@ class GpuOffload:
 
     def _hit_weights(self) -> torch.Tensor | None:
         """Give the weights of experts in VRAM, for the rows of this step; None if all go in one launch."""
-        if self.lane is None or not self.runs_hits_first or not self.landing.num_experts:
+        if not self._is_split or not self.landing.num_experts:
             return None
         return self._buffers.hit_weights[: self._rows]
 

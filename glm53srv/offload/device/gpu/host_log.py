@@ -66,11 +66,13 @@ class HostLogs:
         ]
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
         self._widths = [0, 0]
+        self._are_guessed = [False, False]
         self._parity = 0
 
-    def swap(self, width: int) -> StepLog | None:
+    def swap(self, width: int, *, is_guessed: bool) -> StepLog | None:
         """Enqueue the copy of the running step's log, `width` picks a layer; give that of the step before.
 
+        is_guessed: layers were guessed in it; else what is told of guesses is an older step's, and left out.
         Waits for the step before, which is over by then. None before the second step.
         """
         now, before = self._parity, 1 - self._parity
@@ -78,6 +80,7 @@ class HostLogs:
             target.copy_(source, non_blocking=True)
         self._events[now].record()
         self._widths[now] = width
+        self._are_guessed[now] = is_guessed
         self._parity = before
         return self._read(before)
 
@@ -92,4 +95,5 @@ class HostLogs:
         self._events[index].synchronize()
         words, lanes, counts, guesses = self._buffers[index]
         picks, kept = words[:, :, :used].numpy()
-        return StepLog(picks, kept, lanes[:, :used].numpy(), counts.numpy(), guesses.numpy())
+        told = guesses.numpy() if self._are_guessed[index] else np.zeros_like(guesses.numpy())
+        return StepLog(picks, kept, lanes[:, :used].numpy(), counts.numpy(), told)

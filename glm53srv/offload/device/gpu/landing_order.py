@@ -23,14 +23,12 @@ class LayerWork:
     """planned: an event behind the layer's plan. x: float16 (rows, hidden), its router's input.
 
     gather: enqueues the layer's copies. run_hits: the experts in VRAM, None if they go with the others.
-    run_shared: the shared expert, on a stream of its own behind `planned`; nothing where it runs elsewhere.
     """
 
     planned: Any
     x: torch.Tensor
     gather: Callable[[], None]
     run_hits: Callable[[], None] | None
-    run_shared: Callable[[], None]
 
 
 def enqueue_copies(
@@ -41,14 +39,12 @@ def enqueue_copies(
 ) -> None:
     """Enqueue what comes between a layer's plan and its experts' kernels.
 
-    The device begins what was enqueued first, and a kernel that fills it holds up the next: so the copies
-    first, on which most waits; then the experts in VRAM; then the shared one, which has until the layer's
-    end, and the guess, which has until the copies' end.
+    The device begins what was enqueued first: so the copies first, on which most waits; then the experts in
+    VRAM; then the guess, which has until the copies' end.
     """
     main = streams.main()
     if work.run_hits is None:
         look_ahead.guess(layer, work.x, work.planned)
-        work.run_shared()
         work.gather()
         look_ahead.fetch(layer, main.record_event())
     else:
@@ -57,7 +53,6 @@ def enqueue_copies(
             work.gather()
         gathered = streams.landings.record_event()
         work.run_hits()
-        work.run_shared()
         look_ahead.guess(layer, work.x, work.planned)
         look_ahead.fetch(layer, gathered)
         main.wait_event(gathered)

@@ -44,6 +44,10 @@ from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, Landing, Route
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
 
+MAX_ROWS = 1
+"""Rows of a step whose layers are guessed. The attention's products of more rows are cooperative kernels of
+the package, which do not begin before every copy has ended: nothing would go on beside it."""
+
 
 class Stream(Protocol):
     """torch's stream, as far as it is used here."""
@@ -132,6 +136,7 @@ class LookAhead:
         self.copy_shape = BESIDE
         self._num_across = max(0, num_ahead - 1)
         self._is_captured = False
+        self.is_on = True
         self._crossed = {
             layer: self._make_crossed() for layer, is_across in enumerate(model.across) if is_across
         }
@@ -172,9 +177,13 @@ class LookAhead:
         finally:
             self._is_captured = False
 
+    def begin_step(self, num_rows: int) -> None:
+        """Guess the layers of a step of so many rows, if that pays: see MAX_ROWS."""
+        self.is_on = num_rows <= MAX_ROWS
+
     def ahead_of(self, layer: int) -> Ahead | None:
         """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
-        return self._aheads[layer]
+        return self._aheads[layer] if self.is_on else None
 
     def guess(self, layer: int, x: torch.Tensor, planned: Any) -> None:
         """Behind the plan of a layer, the event `planned`: guess the next one from this one's router's input,
@@ -205,7 +214,7 @@ class LookAhead:
         """Behind the copies of a layer, the event `gathered`: fetch for the next one; keep what was right."""
         streams, stream = self._streams, self._streams.fetches
         self._arrived = None
-        if self._aheads[layer] is not None:
+        if self.ahead_of(layer) is not None:
             self._arrived = self._fetched
             stream.wait_event(self._planned)
             if self._is_cut(layer):
@@ -236,7 +245,7 @@ class LookAhead:
         main, is_guessed = self._streams.main(), self._router(layer + 1) is not None
         if is_guessed:
             main.wait_event(self._guessed)
-        if self._aheads[layer] is not None and (not is_guessed or self._is_cut(layer + 1)):
+        if self.ahead_of(layer) is not None and (not is_guessed or self._is_cut(layer + 1)):
             main.wait_event(self._streams.fetches.record_event())
 
     def _cross(self, layer: int) -> None:
@@ -266,14 +275,15 @@ class LookAhead:
         return event
 
     def _router(self, layer: int) -> RouterWeights | None:
-        """Give the router of a layer that is guessed, None for another."""
+        """Give the router of a layer that is guessed in this step, None for another."""
+        return self._model.routers[layer] if self.is_on and self._may_guess(layer) else None
+
+    def _may_guess(self, layer: int) -> bool:
         routers = self._model.routers
-        if layer >= len(routers) or not self._fetches_of(layer).num_experts:
-            return None
-        return routers[layer]
+        return layer < len(routers) and routers[layer] is not None and self._fetches_of(layer).num_experts > 0
 
     def _make(self, layer: int) -> Ahead | None:
-        if self._router(layer) is None:
+        if not self._may_guess(layer):
             return None
         turn = layer % 2
         return Ahead(self._experts[turn], self._fetches_of(layer), self._keeps[turn], self.told[layer])

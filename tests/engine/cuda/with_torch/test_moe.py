@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from glm53srv.engine.cuda.moe import SharedBeside, adopt_sparse_layers, router_of
+from glm53srv.engine.cuda.moe import Extension, adopt_sparse_layers, router_of
 
 
 class Stock:
@@ -69,11 +70,11 @@ class Offload:
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
-    def land_layer(self, layer: int, x: Any, run: Any, run_shared: Any) -> None:
+    def land_layer(self, layer: int, x: Any, run: Any) -> bool:
         self.told.append(("land", layer, x))
-        run_shared("the plan's event")
         if self.is_decoding:
             self.told.append(("sums", run("hits' weights")))
+        return self.is_decoding
 
     def combine(self, layer: int, sums: Any) -> None:
         self.told.append(("combine", layer, sums))
@@ -166,99 +167,123 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
 
 
 class Compiled:
-    """The package's compiled path."""
+    """The package's compiled path of a layer, and its extension: notes launches, adds 1 or 2 to sums."""
 
     def __init__(self, told: list[Any], sums: torch.Tensor) -> None:
         self.told, self.sums = told, sums
+        self.other = "something else"
 
-    def run_bszN(self, x: Any, picks: Any, weights: Any) -> None:  # the package's name
-        self.told.append(("compiled", x, picks, weights))
+    def run_bszN(self, x: Any, picks: Any, weights: Any) -> None:
+        self.told.append(("whole", x, picks, weights))
         self.sums[: len(x)] += 1
 
-
-class Buffers:
-    """The package's record of its buffers."""
-
-    def __init__(self, out_bszn: torch.Tensor) -> None:
-        self.out_bszn = out_bszn
+    def exl3_moe_coop(self, x: Any, picks: Any, weights: Any, *others: Any) -> None:
+        self.told.append(("routed alone", x, picks, weights))
+        self.arguments = others
+        self.sums[: len(x)] += 2
 
 
-def test_the_offload_may_run_a_part_of_the_experts_before_the_package_runs_the_others() -> None:
-    told: list[Any] = []
-    (layer,) = adopt_sparse_layers(Model([Block(Stock("one", told))]), Stock)
-    layer.offload = Offload(told)
-    layer.offload.is_decoding = True
-    sums = torch.zeros(8, 4)
-    layer.bc, layer.experts_cfg = Compiled(told, sums), Buffers(sums)
-    layer.forward("two", {})  # a fake of three rows: its letters
-    found = dict(each[:2] for each in told if each[0] == "sums")["sums"]
-    assert found.tolist() == [[1.0] * 4] * 3
-    assert [each[0] for each in told] == [
-        *("begin", "router", "plan", "land", "compiled", "sums", "experts", "combine", "end")
-    ]
-    assert ("compiled", "two", "picks", "hits' weights") in told
+@dataclass
+class ExpertsConfig:
+    """The package's record of its buffers: 16 slots, hidden width 256, intermediate 128."""
+
+    out_bszn: torch.Tensor
+    yh: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 256), dtype=torch.half))
+    interm_g: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 128)))
+    interm_u: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 128)))
+    interm_a: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 128)))
+    out_d: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 256)))
+    min_expert: int = -1
+    max_expert: int = -1
+
+
+@dataclass
+class Linears:
+    """The package's record of one matrix of all experts."""
+
+    name: str
+    K: int = 3
+    mcg: bool = False
+    mul1: bool = True
+
+    def __getattr__(self, attribute: str) -> str:
+        return f"{self.name} {attribute}"
+
+
+class CompiledStock(Stock):
+    """A layer that runs its experts by the compiled path."""
+
+    support_quant_paths, gated, activation_fn, bc_sh_exp, act_limit = True, True, "silu", True, 10.0
+    bc: Any = None
+
+    def load_local(self, **options: Any) -> None:
+        sums = torch.zeros(8, 256)
+        self.bc, self.experts_cfg = Compiled(self.told, sums), ExpertsConfig(sums)
+        self.multi_gate, self.multi_up, self.multi_down = map(Linears, ("gate", "up", "down"))
+
+    def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
+        picks, weights = self.routing_fn(3, "config", x, params)
+        self.bc.run_bszN(x, picks, weights)
+        return self.cpu_split_combine(Sums(), None, None, (1, 3, 8))
 
 
 @pytest.mark.parametrize("is_decoding", [True, False])
-def test_the_shared_expert_begins_behind_the_plan_where_the_offload_says(is_decoding: bool) -> None:
-    class Beside:
-        def begin(self, x: Any, params: dict[str, Any], event: Any) -> None:
-            told.append(("shared", x, params, event))
-
+def test_in_fast_mode_the_experts_that_travelled_are_a_launch_of_their_own(is_decoding: bool) -> None:
     told: list[Any] = []
-    (layer,) = adopt_sparse_layers(Model([Block(Stock("one", told))]), Stock, side_stream="a stream")
-    layer.offload = Offload(told)
-    layer.offload.is_decoding = is_decoding
-    layer.shared_experts = Beside()
-    layer.bc, layer.experts_cfg = Compiled([], torch.zeros(1, 1)), Buffers(torch.zeros(1, 1))
-    layer.forward("x", {"a": 1})
-    names = [each[0] for each in told if each[0] != "sums"]
-    shared = ["shared"] if is_decoding else []
-    assert names == ["begin", "router", "plan", "land", *shared, "experts", "combine", "end"]
-    assert not is_decoding or ("shared", "x", {"a": 1}, "the plan's event") in told
-
-
-class LoadingStock(Stock):
-    """Notes which shared expert it built its compiled path with."""
-
-    def __init__(self, shared: Any) -> None:
-        super().__init__("loading", [])
-        self.shared_experts = shared
-
-    def load_local(self, **options: Any) -> None:
-        self.told.append((self.shared_experts, options))
-
-
-class Shared:
-    """A shared expert."""
-
-    width = 5
-
-    def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
-        return ("shared of", x, out_dtype)
-
-
-@pytest.mark.parametrize("is_beside", [True, False])
-def test_the_compiled_path_is_built_without_a_shared_expert_that_runs_beside_it(is_beside: bool) -> None:
-    shared = Shared()
-    stock = LoadingStock(shared)
-    (layer,) = adopt_sparse_layers(
-        Model([Block(stock)]), LoadingStock, side_stream="a stream" if is_beside else None
+    compiled = Compiled(told, torch.zeros(8, 256))
+    extension = Extension(compiled)
+    layers = adopt_sparse_layers(
+        Model([Block(CompiledStock(name, told)) for name in "ab"]), CompiledStock, extension
     )
-    layer.load_local(device="cuda:0")
-    assert layer.told == [(None if is_beside else shared, {"device": "cuda:0"})]
-    assert isinstance(layer.shared_experts, SharedBeside) == is_beside
-    assert layer.shared_experts.width == 5
-    assert layer.shared_experts.forward("x", {}, "half") == ("shared of", "x", "half")  # a prefill: no begin
-
-
-def test_a_layer_that_fails_to_load_keeps_its_shared_expert() -> None:
-    class Failing(LoadingStock):
-        def load_local(self, **options: Any) -> None:
-            raise RuntimeError("no room")
-
-    shared = Shared()
-    (layer,) = adopt_sparse_layers(Model([Block(Failing(shared))]), Failing, side_stream="a stream")
-    with pytest.raises(RuntimeError, match="no room"):
+    for layer in layers:
         layer.load_local()
-    assert layer.shared_experts.mlp is shared
+        assert layer.is_split
+        layer.offload = Offload(told)
+        layer.offload.is_decoding = is_decoding
+    assert layers[0].bc.other == "something else"
+    for _ in range(2):  # the mark of a second launch does not outlive it
+        told.clear()
+        layers[0].forward("two", {})  # a fake of three rows: its letters
+        launches = [each for each in told if each[0] in ("whole", "routed alone")]
+        if is_decoding:
+            assert launches == [
+                ("whole", "two", "picks", "hits' weights"),
+                ("routed alone", "two", "picks", "weights"),
+            ]
+        else:
+            assert launches == [("whole", "two", "picks", "weights")]
+    found = [each[1] for each in told if each[0] == "sums"]
+    assert [each[:, 0].tolist() for each in found] == ([[2.0] * 3] if is_decoding else [])
+    if is_decoding:
+        config = layers[0].experts_cfg
+        experts, hidden, *tables = compiled.arguments[1:12]
+        assert (experts, hidden) == (-1, 256)
+        kinds = ("ptrs_trellis", "ptrs_suh", "ptrs_svh")
+        assert tables == [f"{name} {kind}" for name in ("gate", "up", "down") for kind in kinds]
+        assert compiled.arguments[12:23] == (None, None, None, 3, 3, 3, False, True, 0, 10.0, True)[-11:]
+        counters = compiled.arguments[-4]
+        assert counters.shape == (16 * (1 + 2) + 8 * 2 + 3,)
+        assert compiled.arguments[-3] is config.out_bszn
+        assert compiled.arguments[-2:] == (None, None)
+        layers[1].forward("two", {})
+        assert compiled.arguments[-4] is counters  # scratch is shared
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("support_quant_paths", False), ("gated", False), ("activation_fn", "gelu"), ("bc_sh_exp", False)],
+)
+def test_a_layer_of_another_kind_keeps_its_one_launch(name: str, value: Any) -> None:
+    stock = CompiledStock("one", [])
+    setattr(stock, name, value)
+    (layer,) = adopt_sparse_layers(Model([Block(stock)]), CompiledStock, Extension(None))
+    layer.load_local()
+    assert not layer.is_split
+    assert isinstance(layer.bc, Compiled)
+
+
+def test_in_exact_mode_a_layer_keeps_its_one_launch() -> None:
+    (layer,) = adopt_sparse_layers(Model([Block(CompiledStock("one", []))]), CompiledStock)
+    layer.load_local()
+    assert not layer.is_split
+    assert isinstance(layer.bc, Compiled)
