@@ -14,7 +14,7 @@ thirds of what it will pick then. A few of these experts that VRAM lacks are fet
 
 Ranks compare between rows, scores do not. Why no further than top_k: of GLM-5.3-Flash's picks the 8 best
 guesses name .65 to .69, the 16 best .845 (measured by others, 0xSero/glm53-flash-offload), so one in six of
-the second eight is right, and a wrong one takes host memory's time from the CPU's experts. Why ABSENT alone:
+the second eight is right, and a wrong one takes the link's time from the layer's own. Why ABSENT alone:
 a barred expert's copy is on its way already.
 """
 
@@ -30,8 +30,8 @@ Ints = NDArray[np.int32]
 MAX_AHEAD = 4
 """Experts of a layer that may be fetched before its plan, a power of two."""
 NUM_AHEAD = 2
-"""At most. Steps of one stream were 8 and 9 % shorter with two than with none, within each of two starts of
-an H200; one gained about 1 %, with a guess kernel that has become faster since."""
+"""At most. What two or one gain is not known since a layer's own copies have become faster: before, steps of
+one stream were 8 and 9 % shorter with two than with none, within each of two starts of an H200."""
 WINDOW_MS = 0.4
 """From the end of a layer's own copies to that of the next one's: experts, wait for the CPU, attention, plan
 (the same H200, traced). Other cards were not seen; slower ones take longer over it."""
