@@ -5,8 +5,10 @@
 
 Reads a Chrome trace as torch's profiler writes it, device events only; needs the Python standard library.
 Steps are told apart by the copy of the logits to the host, the largest of those. A part's time is that of its
-kernels; when nothing ran on the GPU it was idle: between steps for the host, within one between two kernels.
-What the routed experts' kernels read, from VRAM or over the link, is one launch and not told apart here.
+kernels; `alone` is what of it no kernel of another part ran beside. When nothing ran on the GPU it was idle:
+between steps for the host, within one between two kernels. Up to three launches of experts stand behind a
+layer's plan: the shared expert, in fast mode those in VRAM, then the others. They are told apart by their
+number, two of them by whether they are the same kernels.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from bench.errors import BadInput
 from bench.report import run_command
 
 TOOL = "profile"
-ROUTED, SHARED, IDLE = "routed experts", "shared expert", "idle"
+ROUTED, EARLY, SHARED, IDLE = "routed experts", "experts in VRAM, before", "shared expert", "idle"
 PARTS: tuple[tuple[str, str, str], ...] = (
     (ROUTED, r"exl3_moe", "#c0392b"),
-    (SHARED, r"(?!)", "#e59866"),  # by its place, see _name_parts
+    (EARLY, r"(?!)", "#e6b0aa"),  # by their places, see _name_parts
+    (SHARED, r"(?!)", "#e59866"),
     ("experts on the link", r"gather_experts", "#e67e22"),
     ("guesses", r"score_experts|list_experts|choose_experts", "#d35400"),
     ("wait for the CPU, add its part", r"add_partial", "#8e44ad"),
@@ -51,6 +54,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 COLOURS = {name: colour for name, _, colour in PARTS}
 LINK_PARTS = ("experts on the link", "copies")
 TO_HOST = "Memcpy DtoH"
+GATE = "coop_a_kernel"
 OVERLAP_US = 1.0
 """By which one kernel may begin before the one before it has ended, in one lane."""
 SMALL_GAP_US = 20.0
@@ -109,14 +113,19 @@ def cut_steps(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _name_parts(step: Sequence[Event]) -> list[Event]:
-    """Name each event's part. Of two launches of experts behind one plan the first is the shared expert."""
+    """Name each event's part, of experts by their launches behind one plan."""
     names = [next(name for name, kernels, _ in PARTS if re.search(kernels, event.name)) for event in step]
     plans = [index for index, event in enumerate(step) if "plan_layer" in event.name]
     for begin, end in zip(plans, [*plans[1:], len(step)], strict=True):
         experts = [index for index in range(begin, end) if names[index] == ROUTED]
-        if len(experts) >= 4:  # two kernels each
-            for index in experts[: len(experts) // 2]:
-                names[index] = SHARED
+        gates = [step[index].name for index in experts if GATE in step[index].name]  # one a launch
+        if len(gates) > 1:
+            kinds = [SHARED, EARLY, ROUTED]
+            if len(gates) == 2:
+                kinds = [EARLY if gates[0] == gates[1] else SHARED, ROUTED]
+            size = len(experts) // len(gates)
+            for number, index in enumerate(experts):
+                names[index] = kinds[min(number // size, len(kinds) - 1)]
     products = [index for index, name in enumerate(names) if name == "other products"]
     if products:
         names[products[-1]] = "head"
@@ -139,13 +148,34 @@ def idle_times(step: Sequence[Event], begin: float) -> tuple[float, float]:
     return long, short
 
 
+def times_alone(step: Sequence[Event]) -> dict[str, float]:
+    """Give each part's microseconds in which kernels of no other part ran."""
+    changes = sorted(
+        (at, sign, event.part) for event in step for at, sign in ((event.begin, 1), (event.end, -1))
+    )
+    running: dict[str, int] = {}
+    found: dict[str, float] = {}
+    last = 0.0
+    for at, sign, part in changes:
+        if len(running) == 1:
+            (only,) = running
+            found[only] = found.get(only, 0.0) + at - last
+        running[part] = running.get(part, 0) + sign
+        if not running[part]:
+            del running[part]
+        last = at
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table. ms: median over the steps; count: kernels or copies a step."""
+    """A line of the table. ms: median over the steps; count: kernels or copies a step; alone_ms: while no
+    kernel of another part ran."""
 
     part: str
     ms: float
     count: float
+    alone_ms: float = 0.0
 
 
 def summarize(steps: Sequence[Sequence[Event]]) -> tuple[float, list[Row]]:
@@ -156,14 +186,17 @@ def summarize(steps: Sequence[Sequence[Event]]) -> tuple[float, list[Row]]:
     begins = [step[-1].end for step in steps[:-1]]
     spans = [(step[-1].end - begin) / 1e3 for step, begin in zip(timed, begins, strict=True)]
     rows = []
+    alone = [times_alone(step) for step in timed]
     for part, _, _ in PARTS:
         own = [[event for event in step if event.part == part] for step in timed]
         if any(own):
             times = [sum(event.end - event.begin for event in events) / 1e3 for events in own]
-            rows.append(Row(part, statistics.median(times), statistics.fmean(map(len, own))))
+            alone_ms = statistics.median(each.get(part, 0.0) for each in alone) / 1e3
+            rows.append(Row(part, statistics.median(times), statistics.fmean(map(len, own)), alone_ms))
     gaps = [idle_times(step, begin) for step, begin in zip(timed, begins, strict=True)]
-    rows.append(Row(f"{IDLE}: the host, between steps", statistics.median(gap[0] for gap in gaps) / 1e3, 0))
-    rows.append(Row(f"{IDLE}: between two kernels", statistics.median(gap[1] for gap in gaps) / 1e3, 0))
+    for number, reason in enumerate(("the host, between steps", "between two kernels")):
+        ms = statistics.median(gap[number] for gap in gaps) / 1e3
+        rows.append(Row(f"{IDLE}: {reason}", ms, 0, ms))
     return statistics.median(spans), sorted(rows, key=lambda row: -row.ms)
 
 
@@ -258,10 +291,12 @@ def main(argv: Sequence[str]) -> int:
     steps = cut_steps(read_events(given.trace))
     span, rows = summarize(steps)
     print(f"{len(steps) - 1} steps of {span:.2f} ms (median)")
-    print(f"{'part':34s} {'ms':>7s} {'share':>6s} {'launches':>9s}")
+    print(f"{'part':34s} {'ms':>7s} {'alone':>7s} {'share':>6s} {'launches':>9s}")
     for row in rows:
         count = f"{row.count:9.1f}" if row.count else " " * 9
-        print(f"{row.part:34s} {row.ms:7.3f} {row.ms / span:6.1%} {count}")
+        print(f"{row.part:34s} {row.ms:7.3f} {row.alone_ms:7.3f} {row.alone_ms / span:6.1%} {count}")
+    together = span - sum(row.alone_ms for row in rows)
+    print(f"{'several at once':34s} {'':7s} {together:7.3f} {together / span:6.1%}")
     if given.svg is not None:
         # the one with most lanes: not every step copies experts
         number = max(range(1, len(steps)), key=lambda each: len({event.stream for event in steps[each]}))

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.errors import BadInput
-from bench.profile import TO_HOST, Event, cut_steps, main, pack_lanes, read_events, summarize
+from bench.profile import TO_HOST, Event, cut_steps, main, pack_lanes, read_events, summarize, times_alone
 
 LAYER = (
     ("gdn_ba_gemv_kernel", 4.0),
@@ -100,6 +100,32 @@ def test_one_launch_of_experts_behind_a_plan_is_the_routed_ones(tmp_path: Path) 
     found = {row.part: row.ms for row in rows}
     assert "shared expert" not in found
     assert found["routed experts"] == pytest.approx(0.36)
+
+
+@pytest.mark.parametrize("has_shared", [True, False])
+def test_experts_in_vram_are_the_launch_in_front_of_the_last(tmp_path: Path, has_shared: bool) -> None:
+    early = (("exl3_moe_coop_rot_kernel", 1.0), ("exl3_moe_coop_a_kernel<3>", 30.0), ("coop_b exl3_moe", 9.0))
+    late = (("exl3_moe_coop_rot_kernel", 1.0), ("exl3_moe_coop_a_kernel<3>", 12.0), ("coop_b exl3_moe", 6.0))
+    shared = (("exl3_moe_coop_rot_kernel", 1.0), ("exl3_moe_coop_a_kernel<5>", 5.0), ("coop_b exl3_moe", 2.0))
+    layer = (("plan_layer", 2.0), *(shared if has_shared else ()), *early, *late)
+    _, rows = summarize(cut_steps(read_events(write(tmp_path / "t.json", make_trace(4, layer)))))
+    found = {row.part: (row.ms, row.count) for row in rows}
+    assert found["experts in VRAM, before"] == pytest.approx((6 * 40e-3, 18))
+    assert found["routed experts"] == pytest.approx((6 * 19e-3, 18))
+    assert ("shared expert" in found) == has_shared
+    if has_shared:
+        assert found["shared expert"] == pytest.approx((6 * 8e-3, 18))
+
+
+def test_what_runs_beside_other_parts_is_not_alone() -> None:
+    def event(part: str, begin: float, end: float) -> Event:
+        return Event("kernel", begin, end, 7, part)
+
+    step = [
+        *(event("link", 0, 100), event("experts", 10, 40), event("experts", 30, 60)),
+        *(event("experts", 100, 130), event("others", 120, 125)),
+    ]
+    assert times_alone(step) == {"link": 10 + 40, "experts": 20 + 5}
 
 
 def test_the_picture_is_svg_with_lanes_for_the_gpu_and_for_the_link(
