@@ -6,8 +6,9 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
 `glm53srv bench-model`, then --vary with a name and settings each:
 
     landing=N              from 1 on, as of bench-model, at most what the start had
-    ahead=N across=N       likewise, from 0 on: experts fetched ahead of their layer, however slow the link;
-                           of a layer behind a latent attention, one less by default
+    ahead=N across=N       from 0 on: experts fetched ahead of their layer, however slow the link, in either
+                           mode; of a layer behind a latent attention, one less by default
+    rows=N                 they are fetched in steps of at most so many rows
     copies=PxWxI           the kernel that copies a layer's experts: programs, warps, words at once of each;
     beside=PxWxI           likewise of those that are fetched ahead
     isa=NAME threads=N     of the CPU workers, which are started anew
@@ -52,12 +53,13 @@ from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.cpus import choose_cpus
 from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, CopyShape
+from glm53srv.offload.device.gpu.look_ahead import MAX_ROWS
 
 PROFILED_STEPS = 8
 READ_BYTES = 4 * 10**9
 """Of host memory, to see what it gives on this start: link and CPU workers share it."""
 SPLITS = ("parts", "whole")
-NUMBERS = {"landing": 1, "ahead": 0, "across": 0, "threads": 1, "launches": 1}
+NUMBERS = {"landing": 1, "ahead": 0, "across": 0, "rows": 1, "threads": 1, "launches": 1}
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 SHAPES = {"copies": ALONE, "beside": BESIDE}
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
@@ -93,6 +95,8 @@ def parse_variant(text: str) -> Variant:
                     raise BadInput(f"--vary {text!r}: {key} is at least {NUMBERS[key]}")
             elif key in SHAPES:
                 programs, warps, items = map(int, value.split("x"))
+                if programs < 1 or any(each < 1 or each & (each - 1) for each in (warps, items)):
+                    raise BadInput(f"--vary {text!r}: {key} needs a program, and powers of two behind that")
                 shapes[key] = CopyShape(programs, warps, items)
             elif key in COSTS:
                 costs[COSTS[key]] = float(value)
@@ -117,7 +121,7 @@ class Bench:
     def __init__(self, options: BenchOptions, engine: CudaEngine, model: Any, routes: Any) -> None:
         self.options, self.engine, self.model = options, engine, model
         self.driver = Driver(engine, routes=routes)
-        self._landing = engine.offload.landing
+        self._landing, self._ahead = engine.offload.landing, engine.offload.look_ahead.num_ahead
 
     def apply(self, variant: Variant) -> None:
         """Set everything as the variant says, what it does not name as at the start."""
@@ -125,7 +129,8 @@ class Bench:
         offload = engine.offload
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.landing = replace(self._landing, num_experts=landing)
-        offload.look_ahead.limit(numbers.get("ahead", self.options.ahead), numbers.get("across"))
+        offload.look_ahead.limit(numbers.get("ahead", self._ahead), numbers.get("across"))
+        offload.look_ahead.max_rows = numbers.get("rows", MAX_ROWS)
         shapes = SHAPES | variant.shapes
         offload.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
         offload.split_launches(numbers.get("launches", 2) > 1)

@@ -9,6 +9,7 @@ pytest.importorskip("torch", reason="bench.cuda.variants needs torch")
 from bench.cuda.variants import main, parse_variant
 from bench.errors import BadInput
 from glm53srv.kernels import Isa
+from glm53srv.offload.device.gpu.copy_kernel import CopyShape
 
 
 def test_a_name_alone_is_the_usual_setting() -> None:
@@ -28,6 +29,12 @@ def test_settings_are_read() -> None:
     assert found.split == "whole"
 
 
+def test_shapes_of_the_copying_kernels_are_programs_warps_and_items() -> None:
+    found = parse_variant("x: copies=16x4x2048, beside=8x8x4096,rows=4,across=0,launches=1")
+    assert found.shapes == {"copies": CopyShape(16, 4, 2048), "beside": CopyShape(8, 8, 4096)}
+    assert found.numbers == {"rows": 4, "across": 0, "launches": 1}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -38,6 +45,10 @@ def test_settings_are_read() -> None:
         ": threads=2",
         "x: streams=1,2",
         "x: split=half",
+        "x: copies=16x4",
+        "x: beside=8x8x4000",
+        "x: beside=0x8x4096",
+        "x: rows=0",
     ],
 )
 def test_what_cannot_be_read_is_refused(text: str) -> None:

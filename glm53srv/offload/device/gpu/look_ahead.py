@@ -136,6 +136,8 @@ class LookAhead:
         self.copy_shape = BESIDE
         self._num_across = max(0, num_ahead - 1)
         self._is_captured = False
+        self.num_ahead = num_ahead
+        self.max_rows = MAX_ROWS
         self.is_on = True
         self._crossed = {
             layer: self._make_crossed() for layer, is_across in enumerate(model.across) if is_across
@@ -152,6 +154,7 @@ class LookAhead:
         num_across: likewise for layers behind a latent attention, None for one less. Graphs that were
         captured before do as before; no step may run.
         """
+        self.num_ahead = num_ahead
         self._fetches = [
             replace(fetches, num_experts=min(num_ahead, len(buffers)))
             for fetches, buffers in zip(self._fetches, self._buffers, strict=True)
@@ -179,7 +182,7 @@ class LookAhead:
 
     def begin_step(self, num_rows: int) -> None:
         """Guess the layers of a step of so many rows, if that pays: see MAX_ROWS."""
-        self.is_on = num_rows <= MAX_ROWS
+        self.is_on = num_rows <= self.max_rows
 
     def ahead_of(self, layer: int) -> Ahead | None:
         """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
