@@ -203,7 +203,9 @@ def _impose_routes(loaded: LoadedModel, recall: float) -> ImposedRoutes:
 def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) -> CudaOptions:
     offload = OffloadOptions(
         mode=options.mode,
-        vram=VramOptions(max_slots=options.max_slots, landing=options.landing, ahead=options.ahead),
+        vram=VramOptions(
+            options.reserve_gib, max_slots=options.max_slots, landing=options.landing, ahead=options.ahead
+        ),
         residency=ResidencyParams(num_offers=options.offers),
         crew_threads=threads,
         crew_cpus=cpus,

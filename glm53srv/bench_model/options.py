@@ -34,6 +34,7 @@ class BenchOptions:
     cache_tokens: int
     chunk_tokens: int
     max_slots: int | None
+    reserve_gib: float | None
     landing: int
     ahead: int
     guess_recall: float
@@ -76,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vram", type=_amount, default=24.0, help="GiB of the card to use; 0: all")
     parser.add_argument("--cache-tokens", type=positive, default=131072)
     parser.add_argument("--chunk", type=positive, default=8192, help="tokens of a prefill chunk at most")
+    parser.add_argument("--reserve", type=_amount, help="GiB that stay free, as --ec-reserve-gb of serve")
     parser.add_argument("--max-slots", type=positive, help="experts in the cache at most")
     parser.add_argument(
         "--landing", type=count, default=16, help="buffers for experts of the link; 0: read in place"
@@ -133,6 +135,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         cache_tokens=given.cache_tokens,
         chunk_tokens=given.chunk,
         max_slots=given.max_slots,
+        reserve_gib=given.reserve,
         landing=given.landing,
         ahead=given.ahead,
         guess_recall=given.guess_recall,

@@ -21,14 +21,16 @@ def test_without_flags_it_is_the_target_machine() -> None:
     assert (options.mode, options.layers, options.vram_gib) == ("exact", None, 24.0)
     assert options.streams == (1, 2, 4)
     assert (options.ahead, options.guess_recall) == (2, 0.67)
+    assert options.reserve_gib is None
     assert options.out is None
 
 
 def test_flags_are_read() -> None:
-    words = "--mode fast --layers 15 --vram 0 --streams 2 --prefill --soak 1.5 --out here.json"
+    words = "--mode fast --layers 15 --vram 0 --reserve 0.75 --streams 2 --prefill --soak 1.5 --out here.json"
     options = parse_options(words.split())
     assert (options.mode, options.layers, options.vram_gib, options.soak_s) == ("fast", 15, 0.0, 1.5)
     assert (options.streams, options.prefill_tokens) == ((2,), ())
+    assert options.reserve_gib == 0.75
     assert options.out == Path("here.json")
 
 
