@@ -24,6 +24,7 @@ from glm53srv.offload.device.region import Region
 from glm53srv.offload.offers import RING_SLOTS, Offers
 from glm53srv.offload.split import Lane
 from tests.offload_device.builders import random_arena
+from tests.offload_device.gpu.pointing import pointed_table
 
 COSTS = CostModel(0.0, 0.4, 0.4, 0.03)
 HIDDEN, TOP_K, NUM_SLOTS, LIMIT = 256, 4, 10, 10.0
@@ -68,21 +69,10 @@ class Card:
         launch_update(self.table, none, none, torch.from_numpy(keys), slots)
 
     def pointed(self) -> ExpertTable:
-        """Make a table for the kernels out of the pointer tables, as far as they were written."""
-        home = self.arena.address(self.layer, 0)
-        size = self.arena.layout.record_bytes
-        own = home + np.arange(self.arena.geometry.num_experts, dtype=np.int64) * size
-        gate = self.outputs.gate_table.numpy()
-        records = np.where(gate == 0, own, gate).astype(np.uintp)
-        for table, offset in ((self.outputs.up_table, 1), (self.outputs.down_table, 2)):
-            written = gate != 0
-            offsets = self.arena.layout.offsets
-            np.testing.assert_array_equal(table.numpy()[written], gate[written] + offsets[offset])
-        pointed = self.arena.table(self.layer).moved(records, self.arena.layout.offsets)
-        descriptor = pointed.descriptor.copy()
-        descriptor["suh"][2::3] = self.outputs.scale_table.numpy()
-        pointed.descriptor = descriptor
-        return pointed
+        """Give what the pointer tables say."""
+        outputs = self.outputs
+        matrices = (outputs.gate_table, outputs.up_table, outputs.down_table)
+        return pointed_table(self.arena, self.layer, matrices, outputs.scale_table)
 
 
 @pytest.fixture(scope="module")

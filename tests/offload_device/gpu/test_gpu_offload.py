@@ -1,0 +1,292 @@
+"""The GPU's offload as a whole, its kernels under Triton's interpreter, its workers at work: what its layers
+add up to equals the experts in place, whatever lies in slots, travels, is shared or was guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from glm53srv.errors import EngineError
+from glm53srv.kernels import Clamp, KernelPool, Precision
+from glm53srv.model.checkpoint import CodebookName
+from glm53srv.offload.calibrate import Calibration
+from glm53srv.offload.cost import CostModel, CostOverrides, Mode
+from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.crew import CrewOptions
+from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.gpu_memory import GpuMemory, LayerTables
+from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+from glm53srv.offload.device.gpu.launch import RouterWeights
+from glm53srv.offload.device.layout import Part, RecordLayout
+from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.elastic import LoanParams
+from glm53srv.offload.residency_params import ResidencyParams
+from glm53srv.offload.vram_plan import GIB, VramOptions, plan_vram
+from tests.offload_device.builders import random_arena
+from tests.offload_device.gpu import fake_cuda
+from tests.offload_device.gpu.pointing import pointed_table
+
+HIDDEN, TOP_K, LAYERS, EXPERTS, MAX_ROWS, LIMIT = 128, 4, 3, 24, 4, 10.0
+CHUNK, SLOTS = 4, 32
+COSTS = CostModel(0.02, 0.19, 0.19, 0.01)
+TOLERANCE = 2e-6
+"""Sums of float32 in another order."""
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda.install(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def experts() -> ExpertArena:
+    layout = RecordLayout(HIDDEN, 256, (48, 48, 48), CodebookName.MUL1)
+    return random_arena(layout, LAYERS, EXPERTS, TOP_K)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[KernelPool]:
+    with KernelPool(1) as made:
+        yield made
+
+
+class Card:
+    """An offload and the sparse layers around it. Their shared expert adds a formula."""
+
+    def __init__(
+        self, arena: ExpertArena, pool: KernelPool, mode: Mode, *, ahead: int = 2, landing: int = 16
+    ) -> None:
+        self.arena, self.pool, self.rng = arena, pool, np.random.default_rng(5)
+        self.num_kept_ahead = 0
+        self.guesses: list[list[int]] = []  # of each step: fetched, and right
+        self.direction = self.rng.normal(size=HIDDEN)
+        size, geometry = arena.layout.record_bytes, arena.geometry
+        vram = VramOptions(
+            reserve_gib=0.0,
+            stage_gib=8 * size / GIB * 1.001,
+            elastic_gib=(SLOTS - CHUNK) * size / GIB * 1.001,
+            landing=landing,
+            ahead=ahead,
+        )
+        free = (SLOTS + vram.num_buffers) * size
+        plan = plan_vram(geometry, free, mode, vram, CHUNK)
+        assert plan.num_slots == SLOTS
+        self.tables = [self._tables(layer) for layer in range(LAYERS)]
+        gates = self.rng.normal(size=(LAYERS, HIDDEN, EXPERTS)) / HIDDEN**0.5
+        self.routers = [RouterWeights(torch.from_numpy(gate).half(), torch.zeros(EXPERTS)) for gate in gates]
+        memory = GpuMemory(
+            arena,
+            torch.from_numpy(arena.region.array()),
+            self.tables,
+            plan,
+            LoanParams(activation_bytes_per_token=size // 32, free_activation_bytes=0),
+            [None, *self.routers[1:]],
+            [False, False, True],
+            is_split=True,
+        )
+        options = OffloadOptions(
+            mode=mode,
+            vram=vram,
+            residency=ResidencyParams(num_offers=6),
+            chunk_slots=CHUNK,
+            copies_per_step=1,
+            stage_min_picks=64,
+        )
+        lane = None if mode == "exact" else self.hire()
+        self.offload = GpuOffload(memory, MAX_ROWS, options, lane, poisons=True)
+        self.offload.start(Calibration(COSTS))
+        self.least_bytes = self.offload.store.num_bytes
+
+    def hire(self) -> CpuLane:
+        driver: Any = SimpleNamespace(
+            cuda_host_register=lambda *arguments: None, cuda_host_unregister=lambda address: None
+        )
+        crew = CrewOptions(1, precision=Precision.EXACT32, limit=LIMIT, deadline_ms=60_000)
+        return CpuLane(self.arena, MAX_ROWS, crew, driver, torch.device("cpu"))
+
+    def decode(self, rows: int) -> None:
+        """Run a step's layers and check each; the picks are the router's, mostly of one direction of x."""
+        offload = self.offload
+        offload.begin_decode(rows, is_captured=False)
+        for layer in range(LAYERS):
+            x = self.direction + 0.8 * self.rng.normal(size=(rows, HIDDEN))
+            self._decode_layer(layer, x.astype(np.float16))
+        told = offload.look_ahead.told.sum(0)[:2].tolist()
+        self.guesses.append(told if rows == 1 and offload.lane is not None else [0, 0])
+        offload.end_decode(1.0)
+        offload.finish_decode()
+
+    def _decode_layer(self, layer: int, x: np.ndarray) -> None:
+        offload, own = self.offload, torch.from_numpy(x)
+        scores = x.astype(np.float32) @ self.routers[layer].gate.numpy().astype(np.float32)
+        picks = torch.from_numpy(np.argsort(-scores, axis=1)[:, :TOP_K].astype(np.int64))
+        weights = torch.from_numpy(self.rng.uniform(0.1, 1.0, picks.shape).astype(np.float16))
+        expected = self._in_place(layer, x, picks, weights) + _shared(x)
+        offload.begin_layer(layer)
+        offload.plan_layer(layer, own, picks, weights)
+
+        def run_first(taken: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(self._pointed(layer, x, picks, taken) + _shared(x))
+
+        is_second = offload.land_layer(layer, own, run_first)
+        ahead = offload.look_ahead.ahead_of(layer)
+        self.num_kept_ahead += 0 if ahead is None else int(ahead.keeps.count)
+        total = self._pointed(layer, x, picks, weights) + (0 if is_second else _shared(x))
+        sums = torch.from_numpy(total.astype(np.float32))
+        offload.combine(layer, sums)
+        offload.end_layer(layer)
+        error = np.linalg.norm(sums.numpy() - expected) / np.linalg.norm(expected)
+        assert error < TOLERANCE, (layer, error)
+
+    def prefill(self, tokens: int, *, is_more_waiting: bool = False) -> None:
+        """Run a chunk's layers, checking what each would compute for a few rows."""
+        offload = self.offload
+        offload.begin_chunk(tokens)
+        self.least_bytes = min(self.least_bytes, offload.store.num_bytes)
+        offload.stage_chunk()
+        for layer in range(LAYERS):
+            offload.begin_layer(layer)
+            x = self.rng.normal(size=(3, HIDDEN)).astype(np.float16)
+            picks = torch.from_numpy(self.rng.permutation(EXPERTS)[: 3 * TOP_K].reshape(3, TOP_K))
+            weights = torch.full(picks.shape, 0.25, dtype=torch.float16)
+            expected = self._in_place(layer, x, picks, weights)
+            found = self._pointed(layer, x, picks, weights)
+            assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < TOLERANCE
+            offload.combine(layer, torch.from_numpy(found))
+            offload.end_layer(layer)
+        offload.end_chunk(is_more_waiting)
+
+    def check_slots(self) -> int:
+        """Compare resident experts with home; gives how many."""
+        resident = np.flatnonzero(self.offload.store.table.reshape(-1) >= 0).tolist()
+        assert self.offload.store.verify(resident) == []
+        return len(resident)
+
+    def _in_place(self, layer: int, x: np.ndarray, picks: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
+        return self._compute(self.arena.table(layer), x, picks, weights)
+
+    def _pointed(self, layer: int, x: np.ndarray, picks: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
+        tables = self.tables[layer]
+        matrices = (tables.gate, tables.up, tables.down)
+        return self._compute(pointed_table(self.arena, layer, matrices, tables.scales), x, picks, weights)
+
+    def _compute(self, table: Any, x: np.ndarray, picks: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
+        taken = weights.numpy().astype(np.float32)
+        chosen = np.where(taken == 0, -1, picks.numpy()).astype(np.int32)
+        found: np.ndarray = self.pool.experts(
+            x.astype(np.float32), table, chosen, taken, LIMIT, Clamp.ACTIVATION
+        )
+        return found
+
+    def _tables(self, layer: int) -> LayerTables:
+        own = [self.arena.suh(layer, expert, Part.DOWN).ctypes.data for expert in range(EXPERTS)]
+        scales = torch.tensor(own, dtype=torch.int64)
+        gate, up, down = torch.zeros((3, EXPERTS), dtype=torch.int64)
+        return LayerTables(gate, up, down, scales, scales.clone())
+
+
+def _shared(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x.astype(np.float32)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_layers_add_up_whatever_lane_serves_their_experts(
+    experts: ExpertArena, pool: KernelPool, mode: Mode
+) -> None:
+    card = Card(experts, pool, mode)
+    offload = card.offload
+    try:
+        for step in range(14):
+            card.decode(rows=(1, 1, 3, 1, 2)[step % 5])
+            if step in (2, 4):
+                card.prefill(40)
+        assert card.check_slots() > 10
+        num_bytes = offload.store.num_bytes
+        card.prefill(100, is_more_waiting=True)
+        assert offload.policy.capacity < SLOTS
+        card.prefill(100)
+        assert offload.policy.capacity == SLOTS
+        card.decode(1)
+        card.check_slots()
+        counts = offload.counts.frozen()
+    finally:
+        offload.close()
+    assert card.least_bytes < num_bytes
+    assert counts.num_steps == 15
+    assert counts.num_vram > 30
+    assert counts.num_link > 30
+    assert counts.num_kept > 5
+    assert counts.num_copies > 0
+    assert counts.num_staged > 0
+    assert counts.num_loans > 0
+    if mode == "fast":
+        assert counts.num_cpu > 20
+        assert counts.num_split > 0
+        read = np.sum(card.guesses[:-1], axis=0).tolist()  # the last step's log is still on its way
+        assert [counts.num_guessed, counts.num_guessed_right] == read
+        assert counts.num_guessed_right > 0
+        assert card.num_kept_ahead > 0
+    else:
+        assert (counts.num_cpu, counts.num_split, counts.num_guessed) == (0, 0, 0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "setting", ["one launch", "no look-ahead", "in place", "whole experts", "new workers"]
+)
+def test_settings_for_measurements_change_no_sums(
+    experts: ExpertArena, pool: KernelPool, setting: str
+) -> None:
+    card = Card(experts, pool, "fast", landing=0 if setting == "in place" else 16)
+    offload = card.offload
+    try:
+        if setting == "one launch":
+            offload.split_launches(False)
+        elif setting == "no look-ahead":
+            offload.look_ahead.limit(0)
+        elif setting == "whole experts":
+            offload.share_experts(False)
+        for step in range(5):
+            if setting == "new workers" and step == 2:
+                offload.change_lane(card.hire, CostOverrides(0.0, 0.01, 1.0))
+            card.decode(rows=1 + step % 2)
+        counts = offload.counts.frozen()
+        card.check_slots()
+    finally:
+        offload.close()
+    assert counts.num_cpu > 0
+    if setting == "no look-ahead":
+        assert counts.num_guessed == 0
+    if setting in ("whole experts", "in place"):
+        assert counts.num_split == 0
+
+
+def test_a_layer_that_is_captured_tells_what_crosses_an_attention(
+    experts: ExpertArena, pool: KernelPool
+) -> None:
+    card = Card(experts, pool, "fast")
+    try:
+        with card.offload.planning(1, torch.zeros(1, dtype=torch.int32)):
+            crossings = [card.offload.crossing(layer) for layer in range(LAYERS)]
+            assert card.offload.is_decoding
+        assert [each is not None for each in crossings] == [False, False, True]
+        with card.offload.planning(2, torch.zeros(1, dtype=torch.int32)):
+            assert card.offload.crossing(2) is None
+        assert not card.offload.is_decoding
+    finally:
+        card.offload.close()
+
+
+def test_a_step_of_too_many_rows_is_refused(experts: ExpertArena, pool: KernelPool) -> None:
+    card = Card(experts, pool, "exact")
+    try:
+        with pytest.raises(EngineError, match="a decode step of 5 rows, the offload has 4"):
+            card.offload.begin_decode(MAX_ROWS + 1, is_captured=False)
+    finally:
+        card.offload.close()
