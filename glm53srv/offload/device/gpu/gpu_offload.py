@@ -26,6 +26,7 @@ from glm53srv.offload.cost import CostOverrides, Parts
 from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
+from glm53srv.offload.device.gpu.chunk_loan import ChunkLoan
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import ALONE, launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
@@ -42,19 +43,13 @@ from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.gpu.step_words import StepWords
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
-from glm53srv.offload.device.staged_chunk import StagedChunk
-from glm53srv.offload.elastic import ElasticLoan, loan_slots
 from glm53srv.offload.look_ahead import fitting_ahead
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_update import ResidencyUpdate
-from glm53srv.offload.staging import should_stage
 from glm53srv.offload.warm_fill import fill_from_history
 
 logger = logging.getLogger(__name__)
-
-MAX_SETTLING_ADVANCES = 6
-"""Advances after which called slots must be lent when no step runs: unmap, drained, landed, spare."""
 
 
 class GpuOffload:
@@ -94,16 +89,21 @@ class GpuOffload:
         self.counts = Counts()
         self.last_picks: NDArray[np.int32] | None = None  # of the newest step read, until the next is
         self._options = options
+        self._loan = ChunkLoan(
+            self.policy,
+            self.store,
+            plan,
+            memory.loan,
+            options,
+            self.counts,
+            learn_last=self._learn_last,
+            apply=self._apply,
+        )
         self.tables = memory.tables
-        self._loan_params = memory.loan
         self._device = device
         self._base = int(memory.alias.data_ptr())
-        self._loan = ElasticLoan(plan)
-        self._lent = range(0)  # slots without memory
         self._heat_keeper = HeatKeeper(options.heat, geometry, fingerprint)
         self._ledger: CostLedger | None = None
-        self._chunk: StagedChunk | None = None
-        self._is_staging = False
         self._reader = HostReader()
         self._rows = 0
         layers = geometry.num_layers
@@ -191,53 +191,24 @@ class GpuOffload:
 
     def begin_chunk(self, num_tokens: int) -> None:
         """Borrow slots for a prefill chunk, and for staging it if it is long enough: see stage_chunk."""
-        geometry, plan = self.policy.geometry, self.plan
-        is_staged = plan.stage_slots > 0 and should_stage(
-            num_tokens, geometry.top_k, self._options.min_picks(geometry.num_experts)
-        )
-        loan = loan_slots(plan, geometry.expert_bytes, num_tokens, is_staged, self._loan_params)
-        shrink = self._loan.begin(loan).shrink
-        if shrink:  # with the last step's log read, since no step follows whose end would read it
-            log = self._logs.take_last()
-            if log is not None:
-                self._learn(log)
-        self.policy.shrink(shrink)
-        if shrink:
-            self.counts.num_loans += 1
-            self._settle()
-        staged = 2 * plan.stage_slots if is_staged else 0
-        self._is_staging = is_staged and self.policy.num_slots - self.policy.capacity >= staged
+        is_staging = self._loan.begin(num_tokens)
         self._is_shared = (
             self.prefill_lane is not None
-            and not self._is_staging
+            and not is_staging
             and num_tokens <= self._options.cpu_prefill_tokens
         )
-        if shrink:
-            self._lent = range(self.policy.capacity + staged, self.policy.num_slots)
-            self.store.lend(self._lent)
 
     def stage_chunk(self) -> None:
         """Begin to stage, once the chunk's embeddings are on their way: behind the copies of two layers'
         experts they arrived 70 ms later on an H200."""
-        if self._is_staging:
-            self._chunk = StagedChunk(self.policy, self.store, self.plan)
+        self._loan.stage()
 
     def end_chunk(self, is_more_waiting: bool) -> None:
-        """End a chunk, finished or not, and give the loan back unless another chunk follows at once.
-
-        Where the memory is not there, since something else took it, the slots stay lent until a later
-        chunk's end.
-        """
-        chunk, self._chunk = self._chunk, None
-        self._is_staging = self._is_shared = False
+        """End a chunk, finished or not, and give its loan back: see ChunkLoan.end."""
+        self._is_shared = False
         if self.prefill_lane is not None:
             self.prefill_lane.drop()
-        if chunk is not None:
-            chunk.abort()
-            self.counts.num_staged += chunk.num_staged
-        # The memory first: a loan that cannot be given back yet stays a loan, and is asked for again.
-        if is_more_waiting or not self._loan.num_lent or self._take_back():
-            self.policy.grow(self._loan.end(is_more_waiting).grow)
+        self._loan.end(is_more_waiting)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe(self._costs())
 
@@ -326,9 +297,8 @@ class GpuOffload:
         if self._rows:
             return
         slots = self._slot_rows[layer]
-        if self._chunk is not None:
-            chosen = self._chunk.begin_layer(layer)
-            slots = self._reader.pin(chosen)
+        if self._loan.staged is not None:
+            slots = self._reader.pin(self._loan.staged.begin_layer(layer))
         self.point(layer, slots)
 
     def plan_layer(self, layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
@@ -401,8 +371,8 @@ class GpuOffload:
         """Issue the copies of the layer after next, behind a prefill layer's kernels; end a decode layer."""
         if self._rows:
             self.look_ahead.join(layer)
-        elif self._chunk is not None:
-            self._chunk.end_layer(layer)
+        elif self._loan.staged is not None:
+            self._loan.staged.end_layer(layer)
 
     def point(self, layer: int, slots: torch.Tensor) -> None:
         """Fill a layer's tables whole. slots: int32 (experts,) on the device, -1 for home."""
@@ -460,28 +430,11 @@ class GpuOffload:
         self.store.drain()
         return self.store.take_landed()
 
-    def _take_back(self) -> bool:
-        """Allocate lent slots again; tells whether the card had room for them."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # the chunk's activations: they are the slots' memory
-        try:
-            self.store.take_back(range(self.policy.capacity, self.policy.num_slots))
-            return True
-        except torch.OutOfMemoryError as error:
-            reason = str(error).splitlines()[0]
-        self.store.lend(self._lent)  # also those that came back: the next chunk counts on them
-        logger.warning("%d slots stay lent, the card has no room: %s", len(self._lent), reason)
-        return False
-
-    def _settle(self) -> None:
-        """Wait until called slots are lent: no step runs once the device is idle."""
-        torch.cuda.synchronize(self._device)
-        for _ in range(MAX_SETTLING_ADVANCES):
-            if self._loan.poll(self.policy.is_lent):
-                return
-            self.store.drain()
-            self._apply(self.policy.advance(self.store.take_landed(), 0))
-        raise EngineError("slots called for a prefill were not lent: residency is stuck")
+    def _learn_last(self) -> None:
+        """Read the newest step's log, if it was not read yet."""
+        log = self._logs.take_last()
+        if log is not None:
+            self._learn(log)
 
     def _send_cost_table(self, ledger: CostLedger) -> None:
         """Send the split's table if it was remade."""
