@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
-from glm53srv.offload.cost import CostOverrides, Parts
-from glm53srv.offload.cost_ledger import CostLedger
+from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
 from glm53srv.offload.device.gpu.chunk_loan import ChunkLoan
@@ -40,6 +39,7 @@ from glm53srv.offload.device.gpu.launch import PlanInputs
 from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, make_side_streams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
+from glm53srv.offload.device.gpu.split_table import SplitTable
 from glm53srv.offload.device.gpu.step_words import StepWords
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
@@ -103,18 +103,17 @@ class GpuOffload:
         self._device = device
         self._base = int(memory.alias.data_ptr())
         self._heat_keeper = HeatKeeper(options.heat, geometry, fingerprint)
-        self._ledger: CostLedger | None = None
         self._reader = HostReader()
         self._rows = 0
         layers = geometry.num_layers
         self._buffers = DecodeBuffers(geometry, arena.layout, self.tables, max_rows, plan.landing, device)
         self.landing = self._buffers.landing
+        self._costs = SplitTable(options, arena.layout.num_parts, self._reader, self._buffers.cpu_count)
         self._may_split = memory.is_split and lane is not None
         self._is_split = self._may_split
         self.copy_shape = ALONE
         self._planned: Any = None  # an event of the decode layer that runs
         self._words = StepWords(geometry, device)
-        self._num_tables = 0
         self._vram_bytes = 0
         self._report: OffloadReport | None = None
         # Slices made once, as in the buffers.
@@ -138,11 +137,11 @@ class GpuOffload:
     @property
     def calibration(self) -> Calibration:
         """The costs as measured at start."""
-        return self._costs().calibration
+        return self._costs.ledger.calibration
 
     def start(self, calibration: Calibration) -> None:
         """Begin with these costs, and with the experts that an earlier run found popular."""
-        self._ledger = self._open_ledger(calibration, self._options.costs)
+        self._open_costs(calibration, self._options.costs)
         # Without workers, in exact mode, attention is of cooperative kernels, which wait for every copy.
         link_ms = calibration.costs.zero_copy_ms
         num_ahead = 0 if self.lane is None else fitting_ahead(self.plan.ahead, link_ms)
@@ -151,7 +150,7 @@ class GpuOffload:
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
-        self._report = self._describe(self._ledger)
+        self._report = self._describe()
         keys, slots = self.policy.geometry.num_keys, self.plan.num_slots
         logger.info("offload slots=%d experts=%d ahead=%d", slots, keys, num_ahead)
 
@@ -165,22 +164,11 @@ class GpuOffload:
         if lane is not None:
             lane.close()
         self.lane = make()
-        self._ledger = self._open_ledger(calibration, costs)
-
-    def _open_ledger(self, calibration: Calibration, costs: CostOverrides) -> CostLedger:
-        mode = self._options.mode if self.lane is not None else "exact"
-        max_picks = self._buffers.cpu_count.shape[0] - 1
-        parts = self._parts(self._options.splits_experts)
-        ledger = CostLedger(calibration, costs, max_picks, mode, parts)
-        self._num_tables = 0
-        self._send_cost_table(ledger)
-        return ledger
+        self._open_costs(calibration, costs)
 
     def share_experts(self, is_wanted: bool) -> None:
         """Share an expert of each layer between link and CPU from now on, or none; for measurements."""
-        ledger = self._costs()
-        ledger.share(self._parts(is_wanted))
-        self._send_cost_table(ledger)
+        self._costs.share(is_wanted, self.landing.num_experts)
 
     def split_launches(self, is_wanted: bool) -> None:
         """Compute experts in VRAM before the others from now on, where layers may be split; for measurements.
@@ -210,7 +198,7 @@ class GpuOffload:
             self.prefill_lane.drop()
         self._loan.end(is_more_waiting)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
-        self._report = self._describe(self._costs())
+        self._report = self._describe()
 
     def begin_decode(self, num_rows: int, *, is_captured: bool) -> int:
         """Begin a decode step: what the layers plan from here on belongs to it.
@@ -256,7 +244,7 @@ class GpuOffload:
 
         step_ms: time of the step before, which the copy budget grants by.
         """
-        ledger = self._costs()
+        ledger = self._costs.ledger
         if self.lane is not None:
             ledger.observe_cpu(self.lane.take_answers())
         log = self._logs.swap(self._rows * self.policy.geometry.top_k, is_guessed=self.look_ahead.is_on)
@@ -273,8 +261,8 @@ class GpuOffload:
         self.counts.num_steps += 1
         ledger.end_step()
         if self.lane is not None:
-            self._send_cost_table(ledger)
-        self._report = self._describe(ledger)
+            self._costs.send()
+        self._report = self._describe()
 
     def finish_decode(self) -> None:
         """Follow a step whose end was waited for. Raises EngineError if the CPU workers failed."""
@@ -305,7 +293,7 @@ class GpuOffload:
         """Plan a layer behind its router: decode, or a short prompt's. picks and weights may be changed."""
         if not self._rows:
             if self._is_shared and self.prefill_lane is not None:
-                table, costs = self.store.table[layer], self._costs().costs
+                table, costs = self.store.table[layer], self._costs.ledger.costs
                 self.prefill_lane.take(layer, x, picks, weights, table, costs)
             return
         layout, lane = self.arena.layout, self.lane
@@ -387,13 +375,9 @@ class GpuOffload:
 
     # ---- inside ----
 
-    def _parts(self, is_shared: bool) -> Parts:
-        return Parts(self.arena.layout.num_parts, self.landing.num_experts if is_shared else 0)
-
-    def _costs(self) -> CostLedger:
-        if self._ledger is None:
-            raise EngineError("the offload was not started")
-        return self._ledger
+    def _open_costs(self, calibration: Calibration, costs: CostOverrides) -> None:
+        has_workers, num_landing = self.lane is not None, self.landing.num_experts
+        self._costs.open(calibration, costs, has_workers=has_workers, num_landing=num_landing)
 
     def _guessed_model(self, memory: GpuMemory) -> GuessedModel:
         """Tell the look-ahead what it may guess."""
@@ -417,7 +401,7 @@ class GpuOffload:
         if self.lane is not None:
             times = read_stamps(log, self.arena.layout.num_blocks)
             self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)
-            self._costs().observe_gpu(times.gpu_lanes)
+            self._costs.ledger.observe_gpu(times.gpu_lanes)
 
     def _apply(self, update: ResidencyUpdate) -> None:
         """Enqueue what the next step will read: table, heat, offers; and issue the copies."""
@@ -436,20 +420,14 @@ class GpuOffload:
         if log is not None:
             self._learn(log)
 
-    def _send_cost_table(self, ledger: CostLedger) -> None:
-        """Send the split's table if it was remade."""
-        if ledger.num_tables != self._num_tables:
-            self._num_tables = ledger.num_tables
-            self._reader.send(ledger.table, self._buffers.cpu_count)
-
-    def _describe(self, ledger: CostLedger) -> OffloadReport:
+    def _describe(self) -> OffloadReport:
         crew = None if self.lane is None else self.lane.stats()
         return describe_offload(
             "cuda",
             self._options,
             self.policy,
             self.counts,
-            ledger,
+            self._costs.ledger,
             self._heat_keeper,
             crew,
             self._vram_bytes,
