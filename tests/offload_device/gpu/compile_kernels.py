@@ -29,7 +29,8 @@ from glm53srv.offload.device.gpu.guess_kernel import (
 from glm53srv.offload.device.gpu.host_reader import BLOCK as FETCH_BLOCK
 from glm53srv.offload.device.gpu.host_reader import fetch_words
 from glm53srv.offload.device.gpu.launch import UNIT_BYTES, WORD_BYTES, cut_of
-from glm53srv.offload.device.gpu.plan_kernel import plan_layer, point_layer
+from glm53srv.offload.device.gpu.plan_kernel import plan_layer
+from glm53srv.offload.device.gpu.point_kernel import point_layer
 from glm53srv.offload.device.gpu.table_kernel import BLOCK as TABLE_BLOCK
 from glm53srv.offload.device.gpu.table_kernel import apply_update
 from glm53srv.offload.device.layout import RecordLayout

@@ -20,7 +20,8 @@ from glm53srv.offload.device.gpu.launch import (
     make_landing,
     power_of_two,
 )
-from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
+from glm53srv.offload.device.gpu.plan_kernel import launch_plan
+from glm53srv.offload.device.gpu.point_kernel import launch_point
 from glm53srv.offload.device.mailbox import LAYER, PICKS, POSTED, Mailbox, MailboxShape
 from glm53srv.offload.look_ahead import MAX_AHEAD
 from glm53srv.offload.offers import ABSENT, BARRED, RING_SLOTS, Keeping, Offers, keep_picks, wrapped

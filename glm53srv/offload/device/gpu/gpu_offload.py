@@ -37,7 +37,8 @@ from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.device.gpu.landing_order import LayerWork, enqueue_copies
 from glm53srv.offload.device.gpu.launch import PlanInputs
 from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, make_side_streams
-from glm53srv.offload.device.gpu.plan_kernel import launch_plan, launch_point
+from glm53srv.offload.device.gpu.plan_kernel import launch_plan
+from glm53srv.offload.device.gpu.point_kernel import launch_point
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.gpu.split_table import SplitTable
 from glm53srv.offload.device.gpu.step_words import StepWords
