@@ -179,7 +179,8 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "int",
         2,
         "experts of the next layer that a GPU fetches ahead, beside attention, by a guess of what its router "
-        "will pick: at most so many, as a slow link has time for one only; each takes two buffers",
+        "will pick, in fast mode while one stream decodes: at most so many, as a slow link has time for one "
+        "only; each takes two buffers",
         "offload",
         minimum=0,
         maximum=4,
