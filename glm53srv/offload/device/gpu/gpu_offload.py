@@ -143,7 +143,7 @@ class GpuOffload:
     def start(self, calibration: Calibration) -> None:
         """Begin with these costs, and with the experts that an earlier run found popular."""
         self._open_costs(calibration, self._options.costs)
-        # Without workers, in exact mode, attention is of cooperative kernels, which wait for every copy.
+        # Without workers, in exact mode, attention is of cooperative kernels: see look_ahead.MAX_ROWS.
         link_ms = calibration.costs.zero_copy_ms
         num_ahead = 0 if self.lane is None else fitting_ahead(self.plan.ahead, link_ms)
         self.look_ahead.limit(num_ahead)
@@ -153,7 +153,8 @@ class GpuOffload:
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe()
         keys, slots = self.policy.geometry.num_keys, self.plan.num_slots
-        logger.info("offload slots=%d experts=%d ahead=%d", slots, keys, num_ahead)
+        launches = 2 if self._is_split and self.landing.num_experts else 1
+        logger.info("offload slots=%d experts=%d ahead=%d launches=%d", slots, keys, num_ahead, launches)
 
     def change_lane(self, make: Callable[[], CpuLane | None], costs: CostOverrides) -> None:
         """Replace the CPU workers, and begin with the start's costs again; no step may run.

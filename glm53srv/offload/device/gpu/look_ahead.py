@@ -8,14 +8,15 @@
     who waits        for                what would go wrong without
     fetch l+1        guess l+1          lists that are half written
     fetch l+1        gather l           both on the link: layer l would come late
-    fetch l+1        experts l-1        they read the same buffers (gather l follows them on the main stream)
+    fetch l+1        experts l-1        they read the same buffers (plan l, in front of gather l, follows them)
     end of layer l   guess l+1          memory of the router's input is used again; plan l+1 reads the guess
     experts l+1      fetch l+1          an expert that is not whole
     keep l+1         plan l+1           its list; fetch l+1 comes before it on the same stream
 
 So there are two sets of buffers and lists, used in turn: while a set is read by experts l the other one is
-filled. A wrong guess is waited for as a right one is; it then had the time from gather l to gather l+1, and
-was in nobody's way on the link.
+filled. A wrong guess is waited for as a right one is. From gather l to plan l+1 the link has nothing else to
+do; what takes longer shares it with gather l+1. (Here all of a layer's experts are drawn behind its copies;
+landing_order.py draws those in VRAM.)
 
 A step is captured into graphs that end at each latent attention (engine/cuda/graphs.py), and a graph's end
 waits for all of it. A layer behind such a place is guessed in the graph in front, but fetched between the
@@ -45,8 +46,9 @@ from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
 
 MAX_ROWS = 1
-"""Rows of a step whose layers are guessed. The attention's products of more rows are cooperative kernels of
-the package, which do not begin before every copy has ended: nothing would go on beside it."""
+"""Rows of a step whose layers are guessed. By the package's source the attention's products of more rows are
+cooperative kernels. Another such kernel of it did not begin before every copy had ended (H200, traced,
+2026-11-30), and then nothing would go on beside the copies; these ones were not traced."""
 
 
 class Stream(Protocol):
