@@ -92,6 +92,11 @@ PLAN_CONSTANTS = {
     "num_parts": 16,
     "part_blocks": 1,
 }
+PLANS = {
+    "fast": {"has_cpu": True, "has_hits": True},
+    "fast, one launch": {"has_cpu": True, "has_hits": False},
+    "exact": {"has_cpu": False, "has_hits": False},
+}
 
 LAYOUT = RecordLayout(4096, 2048, (48, 48, 48), CodebookName.MUL1)
 GATHER = {
@@ -111,26 +116,15 @@ GATHER_CONSTANTS = {
 }
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "plan_layer fast": (
-        plan_layer,
-        PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": True, "has_hits": True, "has_clock": True, "has_ahead": False},
-    ),
-    "plan_layer exact": (
-        plan_layer,
-        PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": False, "has_hits": False, "has_clock": True, "has_ahead": False},
-    ),
-    "plan_layer fast, ahead": (
-        plan_layer,
-        PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": True, "has_hits": True, "has_clock": True, "has_ahead": True},
-    ),
-    "plan_layer exact, ahead": (
-        plan_layer,
-        PLAN,
-        {**PLAN_CONSTANTS, "has_cpu": False, "has_hits": False, "has_clock": True, "has_ahead": True},
-    ),
+    **{
+        f"plan_layer {mode}{ending}": (
+            plan_layer,
+            PLAN,
+            {**PLAN_CONSTANTS, **kind, "has_clock": True, "has_ahead": bool(ending)},
+        )
+        for mode, kind in PLANS.items()
+        for ending in ("", ", ahead")
+    },
     "score_experts": (
         score_experts,
         {

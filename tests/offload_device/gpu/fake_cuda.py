@@ -1,4 +1,4 @@
-"""Torch's streams and events where there is no GPU: everything is done at once, in the order of calls."""
+"""Torch's streams and events, and the driver, where there is no GPU: all is done at once, in call order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+
+
+class FakeDriver:
+    """The package's extension, as far as memory is registered through it: that is done by saying so."""
+
+    def cuda_host_register(self, address: int, num_bytes: int, flags: int) -> None:
+        """Do nothing."""
+
+    def cuda_host_unregister(self, address: int) -> None:
+        """Do nothing."""
 
 
 class FakeEvent:

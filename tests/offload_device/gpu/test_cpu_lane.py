@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,16 +13,14 @@ from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.launch import COUNT_WORDS, MailRing, PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.offers import NUM_WORDS
+from tests.offload_device.gpu.fake_cuda import FakeDriver
 
 NUM_STEPS = 3
 
 
 def make_lane(arena: ExpertArena, first_seq: int) -> CpuLane:
-    driver: Any = SimpleNamespace(
-        cuda_host_register=lambda *arguments: None, cuda_host_unregister=lambda address: None
-    )
     options = CrewOptions(1, limit=10.0, deadline_ms=60_000)
-    return CpuLane(arena, 1, options, driver, torch.device("cpu"), first_seq=first_seq)
+    return CpuLane(arena, 1, options, FakeDriver(), torch.device("cpu"), first_seq=first_seq)
 
 
 def run_layer(arena: ExpertArena, layer: int, ring: MailRing, rng: np.random.Generator) -> None:

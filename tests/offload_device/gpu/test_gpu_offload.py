@@ -4,7 +4,6 @@ add up to equals the experts in place, whatever lies in slots, travels, is share
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,11 +102,8 @@ class Card:
         self.least_bytes = self.offload.store.num_bytes
 
     def hire(self) -> CpuLane:
-        driver: Any = SimpleNamespace(
-            cuda_host_register=lambda *arguments: None, cuda_host_unregister=lambda address: None
-        )
         crew = CrewOptions(1, precision=Precision.EXACT32, limit=LIMIT, deadline_ms=60_000)
-        return CpuLane(self.arena, MAX_ROWS, crew, driver, torch.device("cpu"))
+        return CpuLane(self.arena, MAX_ROWS, crew, fake_cuda.FakeDriver(), torch.device("cpu"))
 
     def decode(self, rows: int) -> None:
         """Run a step's layers and check each; the picks are the router's, mostly of one direction of x."""
