@@ -5,10 +5,10 @@
 
 Reads a Chrome trace as torch's profiler writes it, device events only; needs the Python standard library.
 Steps are told apart by the copy of the logits to the host, the largest of those. A part's time is that of its
-kernels; `alone` is what of it no kernel of another part ran beside. When nothing ran on the GPU it was idle:
-between steps for the host, within one between two kernels. Up to three launches of experts stand behind a
-layer's plan: the shared expert, in fast mode those in VRAM, then the others. They are told apart by their
-number, two of them by whether they are the same kernels.
+kernels; `alone` is what of it no kernel of another part ran beside, `share` that of the step. When nothing
+ran on the GPU it was idle: between steps for the host, within one between two kernels. Up to three launches
+of experts stand behind a layer's plan: the shared expert, in fast mode those in VRAM, then the others. They
+are told apart by their number, two of them by whether they are the same kernels.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     who waits        for                what would go wrong without
     fetch l+1        guess l+1          lists that are half written
     fetch l+1        gather l           both on the link: layer l would come late
-    fetch l+1        experts l-1        they read the same buffers (plan l, in front of gather l, follows them)
+    fetch l+1        experts l-1        they read the same buffers (plan l, before gather l, follows)
     end of layer l   guess l+1          memory of the router's input is used again; plan l+1 reads the guess
     experts l+1      fetch l+1          an expert that is not whole
     keep l+1         plan l+1           its list; fetch l+1 comes before it on the same stream
