@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
-from glm53srv.engine.cuda.moe import Extension, adopt_sparse_layers, router_of, tables_of
+from glm53srv.engine.cuda.moe import adopt_sparse_layers, router_of, tables_of
 from glm53srv.engine.cuda.package import Package
 from glm53srv.engine.cuda.weights import ArenaTensors
 from glm53srv.errors import MachineError
@@ -150,8 +150,7 @@ def load_model(
     files = stock_config.stc if wrap is None else wrap(stock_config.stc, device)
     alias = device_alias(package.extension, arena.region, device)
     model: Any = root.Model.from_config(stock_config)
-    extension = Extension(package.extension) if options.mode == "fast" else None
-    layers = adopt_sparse_layers(model, extension=extension)
+    layers = adopt_sparse_layers(model, extension=package.extension)
     if len(layers) != arena.geometry.num_layers:
         raise MachineError(
             f"the model has {len(layers)} sparse layers, the arena {arena.geometry.num_layers}"
@@ -209,7 +208,7 @@ def _open_with(
     tables = [tables_of(layer) for layer in loaded.layers]
     routers = [router_of(layer) for layer in loaded.layers]
     across = [layer.is_across for layer in loaded.layers]
-    is_split = all(layer.is_split for layer in loaded.layers)
+    is_split = all(layer.has_launches for layer in loaded.layers)
     memory = GpuMemory(loaded.arena, loaded.alias, tables, plan, loan, routers, across, is_split=is_split)
     offload = GpuOffload(
         memory,

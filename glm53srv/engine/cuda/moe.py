@@ -4,28 +4,23 @@ forward             begin_layer before the router, end_layer behind the experts 
 routing_fn          plan_layer behind the router: it may zero weights; land_layer      decode
 cpu_split_combine   called behind the experts: what others computed is added           decode
 
-In fast mode a decode layer's experts are computed by two launches, see land_layer: the shared expert and
-those in VRAM while the others travel, then the others. The package's own call is the second one; it goes
-through TwoLaunches, which leaves the shared expert out of it. None of these kernels is a cooperative one, as
-the package's product for a shared expert by itself is: such a one waits until no copy is left on the card,
-and what is enqueued behind it waits, too (H200, traced, 2026-11-30).
+In a decode layer the shared expert runs beside the copies on which routed ones wait, and in fast mode those
+in VRAM do, too: expert_launches.py. The package's own call for all of them goes through ByLaunches, which
+enqueues what is left.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from glm53srv.engine.cuda.expert_launches import ExpertLaunches, Scratch, can_launch
 from glm53srv.engine.cuda.graphs import is_latent_attention
 from glm53srv.offload.device.gpu.gpu_memory import LayerTables
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.launch import RouterWeights
-
-SILU = 0
-"""The package's number of an activation."""
 
 
 def stock_class() -> Any:
@@ -33,87 +28,25 @@ def stock_class() -> Any:
     return importlib.import_module("exllamav3.modules.block_sparse_mlp").BlockSparseMLP
 
 
-class TwoLaunches:
-    """Stands for a layer's compiled path. is_second: its next run is that of the experts that travelled."""
+class ByLaunches:
+    """Stands for a layer's compiled path. is_begun: the shared expert was launched, and perhaps others; the
+    next run is for what is left."""
 
-    def __init__(self, compiled: Any, run_others: Callable[[Any, Any, Any], None]) -> None:
-        self.compiled = compiled
-        self.is_second = False
-        self._run_others = run_others
+    def __init__(self, compiled: Any, launches: ExpertLaunches) -> None:
+        self.launches = launches
+        self.is_begun = False
+        self._compiled = compiled
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.compiled, name)
+        return getattr(self._compiled, name)
 
     def run_bszN(self, x: Any, picks: Any, weights: Any) -> None:
-        """Run a layer's experts, the shared one among them if this is the only launch."""
-        is_second, self.is_second = self.is_second, False
-        (self._run_others if is_second else self.compiled.run_bszN)(x, picks, weights)
-
-
-class Extension:
-    """The package's compiled part, and scratch of its kernels that layers share, since none runs beside
-    another; zeroed when it is made."""
-
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-        self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """Give a tensor, the same for the same arguments."""
-        key = (shape, dtype, device)
-        if key not in self._scratch:
-            self._scratch[key] = torch.zeros(shape, dtype=dtype, device=device)
-        return self._scratch[key]
-
-
-def make_launch(layer: Any, extension: Extension) -> Callable[[Any, Any, Any], None] | None:
-    """Give the decode kernel over a loaded layer's routed experts alone, with the arguments and the scratch
-    of its compiled path; None for a layer that it would not be the same for."""
-    if not (layer.support_quant_paths and layer.gated and layer.activation_fn == "silu" and layer.bc_sh_exp):
-        return None
-    config, gate, up, down = layer.experts_cfg, layer.multi_gate, layer.multi_up, layer.multi_down
-    num_slots, _, hidden = config.yh.shape
-    chunks = config.interm_u.shape[-1] // 128, config.out_d.shape[-1] // 128
-    num_counters = num_slots * (chunks[0] + 2) + len(config.out_bszn) * chunks[1] + 3
-    counters = extension.scratch((num_counters,), torch.int32, config.yh.device)
-    had_up = extension.scratch((num_slots, hidden), torch.float16, config.yh.device)
-    tables = [
-        getattr(each, name) for each in (gate, up, down) for name in ("ptrs_trellis", "ptrs_suh", "ptrs_svh")
-    ]
-
-    def launch(x: Any, picks: Any, weights: Any) -> None:
-        extension.compiled.exl3_moe_coop(
-            x,
-            picks,
-            weights,
-            config.min_expert,
-            config.max_expert,
-            hidden,
-            *tables,
-            None,  # biases of gate, up, down
-            None,
-            None,
-            gate.K,
-            up.K,
-            down.K,
-            up.mcg,
-            up.mul1,
-            SILU,
-            layer.act_limit,
-            True,
-            config.yh,
-            had_up,
-            config.interm_g,
-            config.interm_u,
-            config.interm_a,
-            config.out_d,
-            counters,
-            config.out_bszn,
-            None,  # the shared expert's sum and gate
-            None,
-        )
-
-    return launch
+        """Run a layer's experts: all of them, or those that are left."""
+        is_begun, self.is_begun = self.is_begun, False
+        if is_begun:
+            self.launches.routed(x, picks, weights, adds_shared=True)
+        else:
+            self._compiled.run_bszN(x, picks, weights)
 
 
 def make_offloaded_class(base: Any) -> type[Any]:
@@ -125,22 +58,24 @@ def make_offloaded_class(base: Any) -> type[Any]:
         def adopt(
             self,
             sparse_layer: int,
-            extension: Extension | None = None,
+            extension: Any = None,
+            scratch: Scratch | None = None,
             *,
             is_led: bool = False,
             is_across: bool = False,
         ) -> None:
             """Become a layer of the offload; without one, experts are read where their tensors lie.
 
-            extension: for layers of two launches, None for one. is_led: it follows another sparse layer, with
-            no latent attention between or with that of its own block: is_across.
+            extension: the package's compiled part, for launches of its own, with the scratch that all layers
+            share; None for the package's call alone. is_led: it follows another sparse layer, with no latent
+            attention between or with that of its own block: is_across.
             """
             self.sparse_layer = sparse_layer
             self.is_led = is_led
             self.is_across = is_across
-            self.is_split = False  # may take two launches, once it is loaded
+            self.has_launches = False  # once it is loaded
             self.offload: GpuOffload | None = None
-            self._extension = extension
+            self._extension, self._scratch = extension, scratch
             self._stock_routing: Any = self.routing_fn
             self.routing_fn: Any = self._plan_behind_router
 
@@ -149,12 +84,11 @@ def make_offloaded_class(base: Any) -> type[Any]:
             self._stock_routing = wrap(self._stock_routing)
 
         def load_local(self, **options: Any) -> None:
-            """Build the compiled path, and the second launch beside it."""
+            """Build the compiled path, and the launches beside it."""
             super().load_local(**options)
-            launch = None if self._extension is None else make_launch(self, self._extension)
-            self.is_split = launch is not None
-            if launch is not None:
-                self.bc: Any = TwoLaunches(self.bc, launch)
+            self.has_launches = self._extension is not None and can_launch(self)
+            if self.has_launches and self._scratch is not None:
+                self.bc: Any = ByLaunches(self.bc, ExpertLaunches(self, self._extension, self._scratch))
 
         def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
             offload = self.offload
@@ -175,18 +109,22 @@ def make_offloaded_class(base: Any) -> type[Any]:
             if self.offload is not None:
                 self.offload.plan_layer(self.sparse_layer, z, picks, weights)
 
-                def run_first(own: Any) -> Any:
-                    self.bc.compiled.run_bszN(z, picks, own)
-                    return self.experts_cfg.out_bszn[: len(z)]
+                if self.has_launches and self.offload.is_decoding:
+                    launches = self.bc.launches
 
-                if self.offload.land_layer(self.sparse_layer, z, run_first):
-                    self.bc.is_second = True
+                    def run_hits(own: Any) -> Any:
+                        return launches.routed(z, picks, own, adds_shared=False)
+
+                    self.offload.land_layer(self.sparse_layer, z, run_hits, lambda: launches.shared(z))
+                    self.bc.is_begun = True
+                else:
+                    self.offload.land_layer(self.sparse_layer, z)
             return picks, weights
 
     return OffloadedMlp
 
 
-def adopt_sparse_layers(model: Any, stock: Any = None, extension: Extension | None = None) -> list[Any]:
+def adopt_sparse_layers(model: Any, stock: Any = None, extension: Any = None) -> list[Any]:
     """Make every sparse layer of an unloaded text model ours; gives them in order.
 
     The instance changes its class, which keeps the module lists that the model has built already. stock: the
@@ -195,6 +133,7 @@ def adopt_sparse_layers(model: Any, stock: Any = None, extension: Extension | No
     stock = stock or stock_class()
     ours: Any = make_offloaded_class(stock)
     layers: list[Any] = []
+    scratch = Scratch()
     num_cuts = 0  # latent attentions since the last sparse layer
     for module in model.modules:
         attention, mlp = (getattr(module, name, None) for name in ("attn", "mlp"))
@@ -203,7 +142,7 @@ def adopt_sparse_layers(model: Any, stock: Any = None, extension: Extension | No
         if isinstance(mlp, stock):
             mlp.__class__ = ours
             is_led = bool(layers) and (num_cuts == 0 or (num_cuts == 1 and is_cut))
-            mlp.adopt(len(layers), extension, is_led=is_led, is_across=is_led and is_cut)
+            mlp.adopt(len(layers), extension, scratch, is_led=is_led, is_across=is_led and is_cut)
             layers.append(mlp)
             num_cuts = 0
     return layers

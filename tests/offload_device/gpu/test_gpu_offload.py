@@ -126,13 +126,15 @@ class Card:
         offload.begin_layer(layer)
         offload.plan_layer(layer, own, picks, weights)
 
-        def run_first(taken: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(self._pointed(layer, x, picks, taken) + _shared(x))
+        shared: list[np.ndarray] = []
 
-        is_second = offload.land_layer(layer, own, run_first)
+        def run_hits(taken: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(self._pointed(layer, x, picks, taken))
+
+        offload.land_layer(layer, own, run_hits, lambda: shared.append(_shared(x)))
+        total = self._pointed(layer, x, picks, weights) + sum(shared)
         ahead = offload.look_ahead.ahead_of(layer)
         self.num_kept_ahead += 0 if ahead is None else int(ahead.keeps.count)
-        total = self._pointed(layer, x, picks, weights) + (0 if is_second else _shared(x))
         sums = torch.from_numpy(total.astype(np.float32))
         offload.combine(layer, sums)
         offload.end_layer(layer)

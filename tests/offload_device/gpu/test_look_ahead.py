@@ -67,12 +67,21 @@ class Schedule:
     guesses: FakeStream = field(default_factory=lambda: FakeStream("guess"))
     fetches: FakeStream = field(default_factory=lambda: FakeStream("fetch"))
     landings: FakeStream = field(default_factory=lambda: FakeStream("gather"))
+    shared: FakeStream = field(default_factory=lambda: FakeStream("shared"))
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     layer: int = 0
     unguessed: tuple[int, ...] = CUTS
 
     def streams(self) -> SideStreams:
-        return SideStreams(self.guesses, self.fetches, self.landings, FakeEvent, lambda: self.main, self.on)
+        return SideStreams(
+            self.guesses,
+            self.fetches,
+            self.landings,
+            self.shared,
+            lasting_event=FakeEvent,
+            main=lambda: self.main,
+            on=self.on,
+        )
 
     def run(self, stream: FakeStream, work: str) -> None:
         self.before[work] = frozenset(stream.seen)
@@ -82,7 +91,8 @@ class Schedule:
     def on(self, stream: FakeStream) -> Iterator[None]:
         """Name what runs: a guess or fetch is for the layer behind, but the first copies of a guessed layer
         are those into slots."""
-        work = f"{stream.name} {self.layer + (stream is not self.landings)}"
+        is_own = any(stream is each for each in (self.landings, self.shared))
+        work = f"{stream.name} {self.layer + (not is_own)}"
         if (
             stream is self.fetches
             and self.layer not in self.unguessed
@@ -196,7 +206,7 @@ class Stack:
             schedule.run(schedule.main, f"hits {layer}")
 
         first = run_hits if self.runs_hits_first else None
-        work = LayerWork(planned, x, gather, first)
+        work = LayerWork(planned, x, gather, first, lambda: None)
         enqueue_copies(schedule.streams(), ahead, layer, work)
         self.check_experts(layer, picks, outputs)
         schedule.run(schedule.main, f"experts {layer}")
@@ -315,6 +325,7 @@ def run_layers(stack: Stack) -> Schedule:
         if layer + 1 in CUTS or layer + 1 == NUM_LAYERS:  # a graph may end here
             schedule = stack.schedule
             sides = schedule.guesses.seen | schedule.fetches.seen | schedule.landings.seen
+            sides |= schedule.shared.seen
             assert schedule.main.seen >= sides
             cross = stack.ahead.crossing(layer + 1) if layer + 1 < NUM_LAYERS else None
             if cross is not None:
@@ -331,6 +342,9 @@ def test_everything_waits_for_what_it_reads_and_for_readers_of_what_it_writes(
     for layer in range(NUM_LAYERS):
         assert f"plan {layer}" in before[f"gather {layer}"]
         assert f"gather {layer}" in before[f"experts {layer}"]
+        assert f"plan {layer}" in before[f"shared {layer}"]
+        assert f"shared {layer}" in before[f"experts {layer}"]
+        assert not before[f"shared {layer}"] & {f"gather {layer}", f"hits {layer}", f"fetch {layer}"}
         for earlier in range(layer):  # one landing for all layers
             assert f"experts {earlier}" in before[f"gather {layer}"]
     guessed = [layer for layer in range(NUM_LAYERS) if layer not in (CUTS[:1] if crosses else CUTS)]
@@ -373,13 +387,13 @@ def test_experts_in_vram_wait_for_no_copy_of_their_layer_and_the_others_for_them
         assert f"hits {layer}" not in before[f"gather {layer}"]
     order = list(before)  # as enqueued: what most waits for first
     for layer in range(NUM_LAYERS):
-        work = [f"{name} {layer}" for name in ("gather", "hits")]
+        work = [f"{name} {layer}" for name in ("gather", "hits", "shared")]
         assert sorted(work, key=order.index) == work
 
 
 def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:
     for schedule in (run_all(arena, 0), run_all(arena, 2, limit=0)):
-        assert {work.split()[0] for work in schedule.before} == {"plan", "gather", "experts"}
+        assert {work.split()[0] for work in schedule.before} == {"plan", "gather", "shared", "experts"}
 
 
 def test_behind_a_latent_attention_one_less_is_fetched_unless_told_otherwise(arena: ExpertArena) -> None:

@@ -324,24 +324,34 @@ class GpuOffload:
         launch_plan(inputs, outputs, self.landing, ring, ahead, self._hit_weights())
         self._planned = self._streams.main().record_event()
 
-    def land_layer(self, layer: int, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Copy the experts that the layer just planned wants over the link: decode. Tells whether a part of
-        its experts is computed by now; whoever calls this computes the others.
+    def land_layer(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        run_hits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        run_shared: Callable[[], None] | None = None,
+    ) -> None:
+        """Copy the experts that the layer just planned wants over the link: decode.
 
-        x: its router's input, float16 (rows, hidden). run: enqueues the kernels of the shared expert and of
-        routed ones with these weights, float16 (rows, top_k), and gives their sums, float32 (rows, hidden),
-        which the next launch overwrites: in fast mode those in VRAM, beside the copies. combine() adds them.
+        x: its router's input, float16 (rows, hidden). run_hits: enqueues routed experts with these weights,
+        float16 (rows, top_k), and gives their sums, float32 (rows, hidden), which the next launch overwrites:
+        in fast mode those in VRAM, beside the copies; combine() adds them. run_shared: enqueues the shared
+        expert. None where the layer computes all of them at once behind the copies.
         """
         if not self._rows:
-            return False
+            return
         weights, sums = self._hit_weights(), self._buffers.hit_sums[: self._rows]
 
-        def run_hits() -> None:
-            torch.mul(run(weights), 1.0, out=sums)  # by a kernel: a copy might queue behind staged experts
+        def run_first() -> None:
+            assert run_hits is not None
+            assert weights is not None
+            torch.mul(
+                run_hits(weights), 1.0, out=sums
+            )  # by a kernel: a copy might queue behind staged experts
 
-        first = None if weights is None else run_hits
-        enqueue_copies(self._streams, self.look_ahead, layer, LayerWork(self._planned, x, self.gather, first))
-        return first is not None
+        first = None if weights is None else run_first
+        work = LayerWork(self._planned, x, self.gather, first, run_shared)
+        enqueue_copies(self._streams, self.look_ahead, layer, work)
 
     def gather(self) -> None:
         """Enqueue the copies that landing lists, by the kernel that decode steps use."""

@@ -1,8 +1,9 @@
 """In which order a decode layer's copies, its experts and the copies for the next layer go to which stream.
 
     main      plan l ---------- hits l ------------ wait ---- the other experts l
-    landings       \\-- gather l ----------------/       /
-    fetches    ... fetch l -------------------------- /  fetch l+1 ...
+    shared         |--- shared expert l ------------/   /
+    landings       \\-- gather l ----------------------/ /
+    fetches    ... fetch l -------------------------- --/  fetch l+1 ...
 
 Without a launch of their own for hits, the experts in VRAM, gather goes by the main stream.
 """
@@ -23,12 +24,14 @@ class LayerWork:
     """planned: an event behind the layer's plan. x: float16 (rows, hidden), its router's input.
 
     gather: enqueues the layer's copies. run_hits: the experts in VRAM, None if they go with the others.
+    run_shared: the shared expert, None if it goes with them.
     """
 
     planned: Any
     x: torch.Tensor
     gather: Callable[[], None]
     run_hits: Callable[[], None] | None
+    run_shared: Callable[[], None] | None
 
 
 def enqueue_copies(
@@ -40,12 +43,13 @@ def enqueue_copies(
     """Enqueue what comes between a layer's plan and its experts' kernels.
 
     The device begins what was enqueued first: so the copies first, on which most waits; then the experts in
-    VRAM; then the guess, which has until the copies' end.
+    VRAM and the shared one; then the guess, which has until the copies' end.
     """
-    main = streams.main()
+    main, shared = streams.main(), None
     if work.run_hits is None:
         look_ahead.guess(layer, work.x, work.planned)
         work.gather()
+        shared = _beside(streams, work)
         look_ahead.fetch(layer, main.record_event())
     else:
         streams.landings.wait_event(work.planned)
@@ -53,7 +57,20 @@ def enqueue_copies(
             work.gather()
         gathered = streams.landings.record_event()
         work.run_hits()
+        shared = _beside(streams, work)
         look_ahead.guess(layer, work.x, work.planned)
         look_ahead.fetch(layer, gathered)
         main.wait_event(gathered)
+    if shared is not None:
+        main.wait_event(shared)
     look_ahead.arrive()
+
+
+def _beside(streams: SideStreams, work: LayerWork) -> Any:
+    """Enqueue the shared expert on its stream; gives its end, None if it goes with the others."""
+    if work.run_shared is None:
+        return None
+    streams.shared.wait_event(work.planned)
+    with streams.on(streams.shared):
+        work.run_shared()
+    return streams.shared.record_event()

@@ -71,13 +71,14 @@ class LastingEvent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SideStreams:
-    """guesses, fetches, landings: one stream each, for guesses of the next layer's picks, for copies of what
-    was guessed, and for a layer's own copies. lasting_event: makes an event. main: gives the stream that
-    layers run on now. on: makes a stream the current one for a while."""
+    """guesses, fetches, landings, shared: one stream each, for guesses of the next layer's picks, for copies
+    of what was guessed, for a layer's own copies, and for its shared expert. lasting_event: makes an event.
+    main: gives the stream that layers run on now. on: makes a stream the current one for a while."""
 
     guesses: Stream
     fetches: Stream
     landings: Stream
+    shared: Stream
     lasting_event: Callable[[], LastingEvent]
     main: Callable[[], Stream]
     on: Callable[[Any], contextlib.AbstractContextManager[Any]]
@@ -86,6 +87,7 @@ class SideStreams:
 def make_side_streams(device: torch.device) -> SideStreams:
     """Make them on a GPU."""
     return SideStreams(
+        torch.cuda.Stream(device),
         torch.cuda.Stream(device),
         torch.cuda.Stream(device),
         torch.cuda.Stream(device),

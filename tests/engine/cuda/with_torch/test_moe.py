@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from glm53srv.engine.cuda.moe import Extension, adopt_sparse_layers, router_of
+from glm53srv.engine.cuda.moe import adopt_sparse_layers, router_of
+from tests.engine.cuda.with_torch.fake_experts import HIDDEN, FakeCompiled, FakeExtension, FakeLayer
 
 
 class Stock:
@@ -70,11 +70,8 @@ class Offload:
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
-    def land_layer(self, layer: int, x: Any, run: Any) -> bool:
+    def land_layer(self, layer: int, x: Any, run_hits: Any = None, run_shared: Any = None) -> None:
         self.told.append(("land", layer, x))
-        if self.is_decoding:
-            self.told.append(("sums", run("hits' weights")))
-        return self.is_decoding
 
     def combine(self, layer: int, sums: Any) -> None:
         self.told.append(("combine", layer, sums))
@@ -166,124 +163,97 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
     ]
 
 
-class Compiled:
-    """The package's compiled path of a layer, and its extension: notes launches, adds 1 or 2 to sums."""
-
-    def __init__(self, told: list[Any], sums: torch.Tensor) -> None:
-        self.told, self.sums = told, sums
-        self.other = "something else"
-
-    def run_bszN(self, x: Any, picks: Any, weights: Any) -> None:
-        self.told.append(("whole", x, picks, weights))
-        self.sums[: len(x)] += 1
-
-    def exl3_moe_coop(self, x: Any, picks: Any, weights: Any, *others: Any) -> None:
-        self.told.append(("routed alone", x, picks, weights))
-        self.arguments = others
-        self.sums[: len(x)] += 2
-
-
-@dataclass
-class ExpertsConfig:
-    """The package's record of its buffers: 16 slots, hidden width 256, intermediate 128."""
-
-    out_bszn: torch.Tensor
-    yh: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 256), dtype=torch.half))
-    interm_g: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 128)))
-    interm_u: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 128)))
-    interm_a: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 128)))
-    out_d: torch.Tensor = field(default_factory=lambda: torch.zeros((16, 1, 256)))
-    min_expert: int = -1
-    max_expert: int = -1
-
-
-@dataclass
-class Linears:
-    """The package's record of one matrix of all experts."""
-
-    name: str
-    K: int = 3
-    mcg: bool = False
-    mul1: bool = True
-
-    def __getattr__(self, attribute: str) -> str:
-        return f"{self.name} {attribute}"
-
-
 class CompiledStock(Stock):
     """A layer that runs its experts by the compiled path."""
 
-    support_quant_paths, gated, activation_fn, bc_sh_exp, act_limit = True, True, "silu", True, 10.0
-    bc: Any = None
+    def __init__(self, name: str, told: list[Any]) -> None:
+        super().__init__(name, told)
+        self.layer = FakeLayer(SHARED_SEED)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
 
     def load_local(self, **options: Any) -> None:
-        sums = torch.zeros(8, 256)
-        self.bc, self.experts_cfg = Compiled(self.told, sums), ExpertsConfig(sums)
-        self.multi_gate, self.multi_up, self.multi_down = map(Linears, ("gate", "up", "down"))
+        self.bc = FakeCompiled(self.layer)
+
+    def route(self, rows: int, config: Any, z: Any, params: dict[str, Any]) -> Any:
+        return PICKS[: len(z)], WEIGHTS[: len(z)].clone()
 
     def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
         picks, weights = self.routing_fn(3, "config", x, params)
         self.bc.run_bszN(x, picks, weights)
-        return self.cpu_split_combine(Sums(), None, None, (1, 3, 8))
+        sums = self.layer.experts_cfg.out_bszn[: len(x)].clone()
+        return self.cpu_split_combine(sums, None, None, None)
 
 
-@pytest.mark.parametrize("is_decoding", [True, False])
-def test_in_fast_mode_the_experts_that_travelled_are_a_launch_of_their_own(is_decoding: bool) -> None:
+SHARED_SEED = 3
+PICKS = torch.tensor([[0, 2, 5], [1, 2, 4], [3, 5, 0]])
+WEIGHTS = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.5, 0.125], [0.25, 0.5, 0.5]]).half()
+
+
+class SplittingOffload(Offload):
+    """Says that experts 2 and 5 are in VRAM, which are to be computed before the others, if apart."""
+
+    def __init__(self, told: list[Any], *, apart: bool) -> None:
+        super().__init__(told)
+        self.apart = apart
+        self.early: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+
+    def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
+        is_hit = (picks == 2) | (picks == 5)
+        self.hit_weights = torch.where(is_hit, weights, 0)
+        if self.is_decoding and self.apart:
+            weights[is_hit] = 0
+
+    def land_layer(self, layer: int, x: Any, run_hits: Any = None, run_shared: Any = None) -> None:
+        self.told.append((run_hits is not None, run_shared is not None))
+        if run_hits is not None and self.apart:
+            self.early = run_hits(self.hit_weights).clone()
+        if run_shared is not None:
+            run_shared()
+
+    def combine(self, layer: int, sums: Any) -> None:
+        self.total = sums.clone() if self.early is None else sums + self.early
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("is_decoding", "apart"), [(True, True), (True, False), (False, False)])
+def test_launches_of_their_own_give_what_the_packages_call_does(
+    rows: int, is_decoding: bool, apart: bool
+) -> None:
     told: list[Any] = []
-    compiled = Compiled(told, torch.zeros(8, 256))
-    extension = Extension(compiled)
-    layers = adopt_sparse_layers(
-        Model([Block(CompiledStock(name, told)) for name in "ab"]), CompiledStock, extension
-    )
+    stock = [CompiledStock(name, told) for name in "ab"]
+    extension = FakeExtension()
+    layers = adopt_sparse_layers(Model([Block(each) for each in stock]), CompiledStock, extension)
+    x = torch.arange(rows * HIDDEN).reshape(rows, HIDDEN).half() / 64
     for layer in layers:
         layer.load_local()
-        assert layer.is_split
-        layer.offload = Offload(told)
+        assert layer.has_launches
+        layer.offload = SplittingOffload(told, apart=apart)
         layer.offload.is_decoding = is_decoding
-    assert layers[0].bc.other == "something else"
-    for _ in range(2):  # the mark of a second launch does not outlive it
-        told.clear()
-        layers[0].forward("two", {})  # a fake of three rows: its letters
-        launches = [each for each in told if each[0] in ("whole", "routed alone")]
-        if is_decoding:
-            assert launches == [
-                ("whole", "two", "picks", "hits' weights"),
-                ("routed alone", "two", "picks", "weights"),
+        for _ in range(2):  # what was begun does not outlive its step
+            told.clear()
+            layer.forward(x, {})
+            assert [each for each in told if isinstance(each, tuple) and each[0] in (True, False)] == [
+                (is_decoding, is_decoding)
             ]
-        else:
-            assert launches == [("whole", "two", "picks", "weights")]
-    found = [each[1] for each in told if each[0] == "sums"]
-    assert [each[:, 0].tolist() for each in found] == ([[2.0] * 3] if is_decoding else [])
-    if is_decoding:
-        config = layers[0].experts_cfg
-        experts, hidden, *tables = compiled.arguments[1:12]
-        assert (experts, hidden) == (-1, 256)
-        kinds = ("ptrs_trellis", "ptrs_suh", "ptrs_svh")
-        assert tables == [f"{name} {kind}" for name in ("gate", "up", "down") for kind in kinds]
-        assert compiled.arguments[12:23] == (None, None, None, 3, 3, 3, False, True, 0, 10.0, True)[-11:]
-        counters = compiled.arguments[-4]
-        assert counters.shape == (16 * (1 + 2) + 8 * 2 + 3,)
-        assert compiled.arguments[-3] is config.out_bszn
-        assert compiled.arguments[-2:] == (None, None)
-        layers[1].forward("two", {})
-        assert compiled.arguments[-4] is counters  # scratch is shared
+            expected = layer.layer.whole(x, PICKS[:rows], WEIGHTS[:rows])
+            torch.testing.assert_close(layer.offload.total, expected)
+        assert layer.bc.num_runs == (0 if is_decoding else 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("support_quant_paths", False), ("gated", False), ("activation_fn", "gelu"), ("bc_sh_exp", False)],
-)
-def test_a_layer_of_another_kind_keeps_its_one_launch(name: str, value: Any) -> None:
+@pytest.mark.parametrize("extension", [None, "refused"])
+def test_a_layer_without_launches_keeps_the_packages_call(extension: str | None) -> None:
     stock = CompiledStock("one", [])
-    setattr(stock, name, value)
-    (layer,) = adopt_sparse_layers(Model([Block(stock)]), CompiledStock, Extension(None))
+    stock.layer.activation_fn = "silu" if extension is None else "gelu"
+    (layer,) = adopt_sparse_layers(Model([Block(stock)]), CompiledStock, extension)
     layer.load_local()
-    assert not layer.is_split
-    assert isinstance(layer.bc, Compiled)
-
-
-def test_in_exact_mode_a_layer_keeps_its_one_launch() -> None:
-    (layer,) = adopt_sparse_layers(Model([Block(CompiledStock("one", []))]), CompiledStock)
-    layer.load_local()
-    assert not layer.is_split
-    assert isinstance(layer.bc, Compiled)
+    assert not layer.has_launches
+    assert isinstance(layer.bc, FakeCompiled)
+    layer.offload = SplittingOffload([], apart=False)
+    layer.offload.is_decoding = True
+    x = torch.ones((2, HIDDEN)).half()
+    layer.forward(x, {})
+    torch.testing.assert_close(layer.offload.total, layer.layer.whole(x, PICKS[:2], WEIGHTS[:2]))
+    assert layer.offload.told == [("begin", 0), (False, False), ("end", 0)]
