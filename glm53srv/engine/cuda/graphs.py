@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
+from glm53srv.engine.cuda.gates_beside import GatesBeside
 from glm53srv.engine.cuda.step_inputs import DecodeRows, Embedding, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -98,17 +99,27 @@ class DecodeGraph:
     """Steps of one width. Everything on the engine thread, under torch.inference_mode().
 
     by_row: the attention of several rows is called row by row, as for one: the package has a compiled path
-    for one row only. Its sums differ in rounding from those of the call for all rows.
+    for one row only. Its sums differ in rounding from those of the call for all rows. gates: lets KDA layers
+    compute theirs beside their projections, None for the package's own call.
     """
 
     def __init__(
-        self, parts: Parts, cache: Any, width: int, max_pages: int, recorder: Recorder, *, by_row: bool
+        self,
+        parts: Parts,
+        cache: Any,
+        width: int,
+        max_pages: int,
+        recorder: Recorder,
+        *,
+        by_row: bool,
+        gates: GatesBeside | None = None,
     ) -> None:
         self._modules = [*parts.prolog[1:], *parts.blocks, *parts.epilog]
         self._cache = cache
         self._width = width
         self._by_row = by_row and width > 1
         self._recorder = recorder
+        self._gates = gates
         self._attentions = [block.attn for block in parts.blocks if is_latent_attention(block.attn)]
         self._recurrent = [block.attn for block in parts.blocks if not is_latent_attention(block.attn)]
         self._first = parts.blocks[0].attn
@@ -138,7 +149,9 @@ class DecodeGraph:
         inputs = self._inputs
         x = inputs.x
         inputs.fetch()  # a kernel that was not loaded yet could not be captured
+        gates = self._gates
         with (
+            contextlib.nullcontext() if gates is None else gates.standing_in(self._recurrent, self._width),
             self._recorder.recording(),
             planner.planning(self._width, inputs.first_job),
             self._cutting(planner),

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from glm53srv.engine.cuda.gates_beside import GatesBeside, make_two_streams
 from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
 from glm53srv.engine.cuda.moe import adopt_sparse_layers, router_of, tables_of
 from glm53srv.engine.cuda.package import Package
@@ -173,9 +174,9 @@ def load_model(
             f"the card has no room for the weights beside the experts and a cache of {options.cache_tokens} "
             f"tokens: lower -cs, or free the card ({str(error).splitlines()[0]})"
         ) from error
-    return LoadedModel(
-        package, config, CudaModel(model, cache, config.vocab_size), layers, arena, alias, device
-    )
+    gates = GatesBeside(package.extension, make_two_streams(device))
+    text_model = CudaModel(model, cache, config.vocab_size, gates)
+    return LoadedModel(package, config, text_model, layers, arena, alias, device)
 
 
 def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "") -> OpenedOffload:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from glm53srv.engine.cuda.gates_beside import GatesBeside
 from glm53srv.engine.cuda.graphs import DecodeGraph, Parts, Planner, Recorder
 from glm53srv.engine.cuda.host_logits import HostLogits, SentLogits
 from glm53srv.engine.cuda.step_inputs import DecodeRows
@@ -42,7 +43,9 @@ class Chunk:
 class CudaModel:
     """A loaded model with its cache. Owns neither weights nor states' slots beyond the package's lifetime."""
 
-    def __init__(self, model: Any, cache: Any, vocab_size: int) -> None:
+    def __init__(self, model: Any, cache: Any, vocab_size: int, gates: GatesBeside | None = None) -> None:
+        """gates: for captured steps, see DecodeGraph."""
+        self.gates = gates
         self._model = model
         self._cache = cache
         self._vocab_size = vocab_size
@@ -73,7 +76,9 @@ class CudaModel:
             self._recorder = Recorder(lambda: list(shared.cache.values()))
         parts = Parts(self._prolog, self._blocks, self._epilog)
         max_pages = -(-self._cache.max_num_tokens // PAGE_TOKENS // TABLE_STEP) * TABLE_STEP
-        graph = DecodeGraph(parts, self._cache, width, max_pages, self._recorder, by_row=by_row)
+        graph = DecodeGraph(
+            parts, self._cache, width, max_pages, self._recorder, by_row=by_row, gates=self.gates
+        )
         graph.capture(planner)
         self._graphs[width] = graph
 

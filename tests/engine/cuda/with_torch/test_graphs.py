@@ -145,6 +145,7 @@ def make(
     mlp: Any = None,
     names: tuple[str, ...] = ("r0", "a1", "r2", "a3", "r4"),
     sparse: Mapping[str, int] | None = None,
+    gates: Any = None,
 ) -> tuple[DecodeGraph, list[Layer]]:
     """Build blocks around recurrent layers, r, and latent attentions, a; sparse: numbers of some networks."""
     told = recorder.told
@@ -156,7 +157,7 @@ def make(
     head = Module(lambda x: x[..., :1].float().expand(-1, -1, VOCAB).contiguous())
     parts = Parts([Module(embed), Module(lambda x: x.float())], blocks, [head])
     made: Any = recorder
-    return DecodeGraph(parts, "cache", width, PAGES, made, by_row=by_row), layers
+    return DecodeGraph(parts, "cache", width, PAGES, made, by_row=by_row, gates=gates), layers
 
 
 def fetch_with_first_graph(graph: DecodeGraph) -> None:
@@ -179,6 +180,23 @@ def test_a_graph_reaches_from_one_attention_to_the_next_but_the_first_is_short()
         *("planning 2", "r0", "end 0", "end 1", "r2", "end 2", "r4", "end 3", "planned"),
     ]
     assert all("forward" not in vars(layer) for layer in layers)  # the attentions are themselves again
+
+
+def test_recurrent_layers_launch_their_own_kernels_while_they_are_captured() -> None:
+    class Gates:
+        @contextlib.contextmanager
+        def standing_in(self, layers: list[Layer], rows: int) -> Iterator[None]:
+            recorder.told.append(f"{[layer.name for layer in layers]} of {rows} stand in")
+            yield
+            recorder.told.append("themselves")
+
+    recorder = FakeRecorder()
+    graph, _ = make(recorder, 2, gates=Gates())
+    graph.capture(planner(recorder))
+    events = [each for each in recorder.told if isinstance(each, str)]
+    first = events.index("['r0', 'r2', 'r4'] of 2 stand in")
+    assert events.index("set up r4 for 2") < first < events.index("planning 2")
+    assert events.index("themselves") > events.index("end 3")
 
 
 def test_an_attention_in_the_first_block_ends_the_first_graph_by_itself() -> None:
