@@ -14,6 +14,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
+    late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
+    gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
 
@@ -59,7 +61,16 @@ PROFILED_STEPS = 8
 READ_BYTES = 4 * 10**9
 """Of host memory, to see what it gives on this start: link and CPU workers share it."""
 SPLITS = ("parts", "whole")
-NUMBERS = {"landing": 1, "ahead": 0, "across": 0, "rows": 1, "threads": 1, "launches": 1}
+NUMBERS = {
+    "landing": 1,
+    "ahead": 0,
+    "across": 0,
+    "rows": 1,
+    "threads": 1,
+    "launches": 1,
+    "late": 0,
+    "gates": 0,
+}
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 SHAPES = {"copies": ALONE, "beside": BESIDE}
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
@@ -134,6 +145,8 @@ class Bench:
         shapes = SHAPES | variant.shapes
         offload.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
         offload.split_launches(numbers.get("launches", 2) > 1)
+        offload.look_ahead.behind_experts = numbers.get("late", 1) > 0
+        self.model.gates.is_on = numbers.get("gates", 1) > 0
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
         offload.share_experts((variant.split or self.options.ct_split) == "parts")

@@ -210,6 +210,8 @@ class Stack:
         enqueue_copies(schedule.streams(), ahead, layer, work)
         self.check_experts(layer, picks, outputs)
         schedule.run(schedule.main, f"experts {layer}")
+        if ahead.behind_experts:
+            ahead.fetch_behind(layer, schedule.main.record_event())
         ahead.join(layer)
         return outputs
 

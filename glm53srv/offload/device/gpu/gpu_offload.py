@@ -345,9 +345,8 @@ class GpuOffload:
         def run_first() -> None:
             assert run_hits is not None
             assert weights is not None
-            torch.mul(
-                run_hits(weights), 1.0, out=sums
-            )  # by a kernel: a copy might queue behind staged experts
+            # By a kernel: a copy might queue behind staged experts.
+            torch.mul(run_hits(weights), 1.0, out=sums)
 
         first = None if weights is None else run_first
         work = LayerWork(self._planned, x, self.gather, first, run_shared)
@@ -363,6 +362,8 @@ class GpuOffload:
         that of experts which were computed before the others."""
         if not self._rows and self.prefill_lane is not None:
             self.prefill_lane.add(out)
+        if self._rows and self.look_ahead.behind_experts:
+            self.look_ahead.fetch_behind(layer, self._streams.main().record_event())
         if self._rows and self.lane is not None:
             sums = None if self._hit_weights() is None else self._buffers.hit_sums
             launch_combine(out, self._buffers.count_rows[layer], layer, self.lane.ring, sums)

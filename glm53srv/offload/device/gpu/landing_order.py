@@ -50,7 +50,8 @@ def enqueue_copies(
         look_ahead.guess(layer, work.x, work.planned)
         work.gather()
         shared = _beside(streams, work)
-        look_ahead.fetch(layer, main.record_event())
+        look_ahead.keep(layer)
+        gathered = main.record_event()
     else:
         streams.landings.wait_event(work.planned)
         with streams.on(streams.landings):
@@ -59,8 +60,10 @@ def enqueue_copies(
         work.run_hits()
         shared = _beside(streams, work)
         look_ahead.guess(layer, work.x, work.planned)
-        look_ahead.fetch(layer, gathered)
+        look_ahead.keep(layer)
         main.wait_event(gathered)
+    if not look_ahead.behind_experts:
+        look_ahead.fetch_behind(layer, gathered)
     if shared is not None:
         main.wait_event(shared)
     look_ahead.arrive()

@@ -115,8 +115,9 @@ class GuessedModel:
 class LookAhead:
     """Owns buffers and lists. Engine thread only.
 
-    Per decode layer, in this order: ahead_of for its plan, then guess, fetch, arrive, join; in every layer,
-    also those that are not guessed. All of them enqueue, on the side streams and on what main() gives.
+    Per decode layer, in this order: ahead_of for its plan, then guess, keep, arrive, fetch_behind, join; in
+    every layer, also those that are not guessed. All of them enqueue, on the side streams and on what main()
+    gives.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class LookAhead:
         self._is_captured = False
         self.num_ahead = num_ahead
         self.max_rows = MAX_ROWS
+        self.behind_experts = True  # when fetches begin, see landing_order.py
         self.is_on = True
         self._crossed = {
             layer: self._make_crossed() for layer, is_across in enumerate(model.across) if is_across
@@ -217,23 +219,29 @@ class LookAhead:
             )
         self._guessed = stream.record_event()
 
-    def fetch(self, layer: int, gathered: Any) -> None:
-        """Behind the copies of a layer, the event `gathered`: fetch for the next one; keep what was right."""
-        streams, stream = self._streams, self._streams.fetches
+    def keep(self, layer: int) -> None:
+        """Behind the plan of a layer: keep what of its fetched experts was right and found a slot."""
         self._arrived = None
-        if self.ahead_of(layer) is not None:
-            self._arrived = self._fetched
-            stream.wait_event(self._planned)
-            if self._is_cut(layer):
-                self._arrived = self._crossed[layer]
-                stream.wait_event(self._arrived)
-            with streams.on(stream):
-                launch_gather(self._keeps[layer % 2], self._model.record_bytes)
-        if self._router(layer + 1) is not None and not self._is_cut(layer + 1):
-            stream.wait_event(self._guessed)
-            stream.wait_event(gathered)
-            self._fetch(layer + 1)
-            self._fetched = stream.record_event()
+        if self.ahead_of(layer) is None:
+            return
+        stream = self._streams.fetches
+        self._arrived = self._fetched
+        stream.wait_event(self._planned)
+        if self._is_cut(layer):
+            self._arrived = self._crossed[layer]
+            stream.wait_event(self._arrived)
+        with self._streams.on(stream):
+            launch_gather(self._keeps[layer % 2], self._model.record_bytes)
+
+    def fetch_behind(self, layer: int, event: Any) -> None:
+        """Fetch for the layer behind this one, once `event` has passed: this one's copies, or its experts."""
+        if self._router(layer + 1) is None or self._is_cut(layer + 1):
+            return
+        stream = self._streams.fetches
+        stream.wait_event(self._guessed)
+        stream.wait_event(event)
+        self._fetch(layer + 1)
+        self._fetched = stream.record_event()
 
     def crossing(self, layer: int) -> Callable[[], None] | None:
         """Give what must be called in each step between the graph in front of a layer's attention and the
