@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from glm53srv.offload import offers as offers_rule
+from glm53srv.offload.device.gpu.carveout import leave_room
 from glm53srv.offload.device.gpu.launch import Landing, RouterWeights, power_of_two
 
 SCORED = 16
@@ -64,7 +65,7 @@ def launch_scores(x: torch.Tensor, router: RouterWeights, sums: torch.Tensor) ->
     """
     rows, hidden = x.shape
     num_experts = router.gate.shape[1]
-    score_experts[(triton.cdiv(num_experts, SCORED), rows, num_pieces(hidden))](
+    launched = score_experts[(triton.cdiv(num_experts, SCORED), rows, num_pieces(hidden))](
         x,
         router.gate,
         sums,
@@ -76,6 +77,7 @@ def launch_scores(x: torch.Tensor, router: RouterWeights, sums: torch.Tensor) ->
         scored=SCORED,
         inputs=INPUTS,
     )
+    leave_room(launched)
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows"])
@@ -107,9 +109,10 @@ def launch_lists(sums: torch.Tensor, bias: torch.Tensor, lists: torch.Tensor, ro
     """
     pieces, max_rows, num_experts = sums.shape
     width = power_of_two(num_experts)
-    list_experts[(rows,)](
+    launched = list_experts[(rows,)](
         sums, bias, lists, num_experts, max_rows, pieces=pieces, top_k=lists.shape[1], width=width
     )
+    leave_room(launched)
 
 
 @triton.jit(do_not_specialize=["home", "buffer", "rows", "num_ahead"])
@@ -163,7 +166,7 @@ def launch_choice(
     written as far as fetches.count says.
     """
     top_k = lists.shape[1]
-    choose_experts[(1,)](
+    launched = choose_experts[(1,)](
         lists,
         slots,
         experts,
@@ -178,3 +181,4 @@ def launch_choice(
         width=power_of_two(rows * top_k),
         record_bytes=record_bytes,
     )
+    leave_room(launched)
