@@ -48,8 +48,8 @@ STOP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What steps are made for. process_id: of a server that was started here. minutes: of the mixed load in
-    the full form, None for the published half hour."""
+    """What steps are made for. process_id: of a server that was started here. minutes: of mixed load and of
+    soak in the full form, None for the published half hour and 5,000 requests."""
 
     model: Path | None
     url: str
@@ -157,7 +157,7 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         "soak",
-        lambda run: ["--url", run.url, "--requests", "5000"],
+        lambda run: ["--url", run.url, *(_minutes(run) or ["--requests", "5000"])],
         # 1,000 ms: what a busy machine's scheduler does must not fail a check of what works
         lambda run: ["--url", run.url, "--requests", "150", "--health-ms", "1000"],
         writes_result=False,
@@ -391,7 +391,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--panel", type=Path, help="a reference panel (default: made by the engine itself)")
     add("--out", type=Path, required=True, help="folder for results")
     add("--short", action="store_true", help="minutes in place of hours")
-    add("--minutes", type=float, help="of mixed load in the full form, in place of half an hour")
+    add(
+        "--minutes",
+        type=float,
+        help="of mixed load and of soak in the full form, in place of 30 and 5,000 requests",
+    )
     add("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps only")
     return parser
 
