@@ -16,8 +16,6 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
     late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
-    room=N                 1: our kernels leave shared memory to others, see carveout.py; 0: as the driver
-                           likes
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
 
@@ -56,7 +54,6 @@ from glm53srv.machine import MachineFacts, read_machine
 from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.cpus import choose_cpus
-from glm53srv.offload.device.gpu import carveout
 from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, CopyShape
 from glm53srv.offload.device.gpu.look_ahead import MAX_ROWS
 
@@ -150,7 +147,6 @@ class Bench:
         offload.split_launches(numbers.get("launches", 2) > 1)
         offload.look_ahead.behind_experts = numbers.get("late", 1) > 0
         self.model.gates.is_on = numbers.get("gates", 1) > 0
-        carveout.prefer(carveout.MOST if numbers.get("room", 1) else carveout.USUAL)
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))
         offload.share_experts((variant.split or self.options.ct_split) == "parts")

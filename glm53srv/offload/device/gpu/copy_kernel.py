@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from glm53srv.offload.device.gpu.carveout import leave_room
 from glm53srv.offload.device.gpu.launch import UNIT_BYTES, WORD_BYTES, Landing, RecordCut
 
 
@@ -118,7 +117,7 @@ def launch_gather(
         raise ValueError(f"cannot copy {num_bytes} bytes: not a multiple of 16")
     if landing.num_experts == 0:
         return
-    launched = gather_experts[(shape.programs,)](
+    gather_experts[(shape.programs,)](
         landing.sources,
         landing.targets,
         landing.count,
@@ -134,4 +133,3 @@ def launch_gather(
         unit_words=UNIT_BYTES // WORD_BYTES,
         num_warps=shape.warps,
     )
-    leave_room(launched)

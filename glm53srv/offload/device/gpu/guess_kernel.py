@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from glm53srv.offload import offers as offers_rule
-from glm53srv.offload.device.gpu.carveout import leave_room
 from glm53srv.offload.device.gpu.launch import Landing, RouterWeights, power_of_two
 
 SCORED = 16
@@ -65,7 +64,7 @@ def launch_scores(x: torch.Tensor, router: RouterWeights, sums: torch.Tensor) ->
     """
     rows, hidden = x.shape
     num_experts = router.gate.shape[1]
-    launched = score_experts[(triton.cdiv(num_experts, SCORED), rows, num_pieces(hidden))](
+    score_experts[(triton.cdiv(num_experts, SCORED), rows, num_pieces(hidden))](
         x,
         router.gate,
         sums,
@@ -77,7 +76,6 @@ def launch_scores(x: torch.Tensor, router: RouterWeights, sums: torch.Tensor) ->
         scored=SCORED,
         inputs=INPUTS,
     )
-    leave_room(launched)
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows"])
@@ -109,10 +107,9 @@ def launch_lists(sums: torch.Tensor, bias: torch.Tensor, lists: torch.Tensor, ro
     """
     pieces, max_rows, num_experts = sums.shape
     width = power_of_two(num_experts)
-    launched = list_experts[(rows,)](
+    list_experts[(rows,)](
         sums, bias, lists, num_experts, max_rows, pieces=pieces, top_k=lists.shape[1], width=width
     )
-    leave_room(launched)
 
 
 @triton.jit(do_not_specialize=["home", "buffer", "rows", "num_ahead"])
@@ -166,7 +163,7 @@ def launch_choice(
     written as far as fetches.count says.
     """
     top_k = lists.shape[1]
-    launched = choose_experts[(1,)](
+    choose_experts[(1,)](
         lists,
         slots,
         experts,
@@ -181,4 +178,3 @@ def launch_choice(
         width=power_of_two(rows * top_k),
         record_bytes=record_bytes,
     )
-    leave_room(launched)

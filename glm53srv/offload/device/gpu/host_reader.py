@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from glm53srv.offload.device.gpu.carveout import leave_room
-
 BLOCK = 1024
 NUM_KEPT = 256
 """Arrays kept until their readers are done for certain: once per step the host waits for its logits, in front
@@ -40,10 +38,9 @@ def launch_fetch(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.nbytes != target.nbytes or source.nbytes % 4:
         raise ValueError(f"cannot fetch {source.nbytes} bytes into {target.nbytes}")
     words = source.view(-1).view(torch.int32)
-    launched = fetch_words[(triton.cdiv(len(words), BLOCK),)](
+    fetch_words[(triton.cdiv(len(words), BLOCK),)](
         words, target.view(-1).view(torch.int32), len(words), block=BLOCK
     )
-    leave_room(launched)
 
 
 class HostReader:

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from glm53srv.offload import look_ahead
 from glm53srv.offload import offers as offers_rule
-from glm53srv.offload.device.gpu.carveout import leave_room
 from glm53srv.offload.device.gpu.launch import (
     Ahead,
     Landing,
@@ -301,7 +300,7 @@ def launch_plan(
     side = inputs.cpu_count.shape[1]
     if side <= rows * top_k:
         raise ValueError(f"cpu_count of side {side} does not cover {rows * top_k} picks")
-    launched = plan_layer[(1,)](
+    plan_layer[(1,)](
         inputs.picks,
         inputs.weights,
         inputs.weights if hit_weights is None else hit_weights,
@@ -361,4 +360,3 @@ def launch_plan(
         has_hits=hit_weights is not None,
         has_clock=outputs.counts.is_cuda,
     )
-    leave_room(launched)
