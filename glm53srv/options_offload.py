@@ -177,10 +177,9 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         ("--ec-ahead",),
         "GLM53_EC_AHEAD",
         "int",
-        2,
+        1,
         "experts of the next layer that a GPU fetches ahead, beside attention, by a guess of what its router "
-        "will pick, in fast mode while one stream decodes: at most so many, as a slow link has time for one "
-        "only; each takes two buffers",
+        "will pick, in fast mode while one stream decodes; each takes two buffers",
         "offload",
         minimum=0,
         maximum=4,

@@ -6,8 +6,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
 `glm53srv bench-model`, then --vary with a name and settings each:
 
     landing=N              from 1 on, as of bench-model, at most what the start had
-    ahead=N across=N       from 0 on: experts fetched ahead of their layer, however slow the link, in either
-                           mode; of a layer behind a latent attention, one less by default
+    ahead=N across=N       from 0 on: experts fetched ahead of their layer, in either mode; across: of a layer
+                           behind a latent attention, as many by default
     rows=N                 they are fetched in steps of at most so many rows
     copies=PxWxI           the kernel that copies a layer's experts: programs, warps, words at once of each;
     beside=PxWxI           likewise of those that are fetched ahead
@@ -54,7 +54,7 @@ from glm53srv.machine import MachineFacts, read_machine
 from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.cpus import choose_cpus
-from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, CopyShape
+from glm53srv.offload.device.gpu.copy_kernel import USUAL, CopyShape
 from glm53srv.offload.device.gpu.look_ahead import MAX_ROWS
 
 PROFILED_STEPS = 8
@@ -72,7 +72,7 @@ NUMBERS = {
     "gates": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
-SHAPES = {"copies": ALONE, "beside": BESIDE}
+SHAPES = {"copies": USUAL, "beside": USUAL}
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 

@@ -29,21 +29,10 @@ Ints = NDArray[np.int32]
 
 MAX_AHEAD = 4
 """Experts of a layer that may be fetched before its plan, a power of two."""
-NUM_AHEAD = 2
-"""At most. What two or one gain is not known since a layer's own copies have become faster: before, steps of
-one stream were 8 and 9 % shorter with two than with none, within each of two starts of an H200."""
-WINDOW_MS = 0.4
-"""From the end of a layer's own copies to that of the next one's: experts, wait for the CPU, attention, plan
-(the same H200, traced). Other cards were not seen; slower ones take longer over it."""
-
-
-def fitting_ahead(most: int, link_ms: float) -> int:
-    """Give the experts that a link of link_ms each carries from one layer's copies to the next one's.
-
-    At least one of `most`, if that is not 0: one that comes late has come in part. A second one that is wrong
-    would hold up a slow link for nothing.
-    """
-    return min(most, max(1, int(WINDOW_MS / link_ms)))
+NUM_AHEAD = 1
+"""From the end of a layer's experts to the next one's plan an H200 has 0.14 to 0.27 ms (traced, 2026-11-30),
+and its link carries an expert in 0.19. What does not fit shares the link with the layer's own copies, and
+one guess in three is wrong. Other cards were not seen; slower ones take longer over attention."""
 
 
 def choose_guesses(lists: NDArray[np.integer], entries: Ints, num_ahead: int) -> Ints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glm53srv.offload.look_ahead import choose_guesses, fitting_ahead, list_guesses
+from glm53srv.offload.look_ahead import choose_guesses, list_guesses
 from glm53srv.offload.offers import ABSENT, BARRED, RING_SLOTS, Offers, keep_picks
 from glm53srv.offload.split import Lane, split_picks
 
@@ -109,11 +109,3 @@ def test_a_right_guess_takes_an_offer_and_no_landing_buffer(num_landing: int, ta
     keeping = keep_picks(picks, split, entries, heat, offers, 0, num_landing)
     assert np.flatnonzero(keeping.slots[0] >= 0).tolist() == takers
     assert keeping.slots[0, takers].tolist() == [40 + number for number in range(len(takers))]
-
-
-@pytest.mark.parametrize(
-    ("most", "link_ms", "expected"),
-    [(2, 0.19, 2), (4, 0.19, 2), (4, 0.09, 4), (2, 0.39, 1), (2, 0.75, 1), (0, 0.19, 0)],
-)
-def test_a_slow_link_fetches_fewer(most: int, link_ms: float, expected: int) -> None:
-    assert fitting_ahead(most, link_ms) == expected

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
-from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, NO_CUT, gather_experts
+from glm53srv.offload.device.gpu.copy_kernel import NO_CUT, USUAL, gather_experts
 from glm53srv.offload.device.gpu.guess_kernel import (
     INPUTS,
     SCORED,
@@ -109,8 +109,8 @@ GATHER = {
 }
 GATHER_CONSTANTS = {
     "words": LAYOUT.record_bytes // 8,
-    "num_programs": ALONE.programs,
-    "items": ALONE.items,
+    "num_programs": USUAL.programs,
+    "items": USUAL.items,
     "num_scales": LAYOUT.intermediate,
     "unit_words": UNIT_BYTES // WORD_BYTES,
 }
@@ -195,17 +195,6 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         gather_experts,
         GATHER,
         {**GATHER_CONSTANTS, **dataclasses.asdict(cut_of(LAYOUT)), "is_cut": True},
-    ),
-    "gather_experts beside": (
-        gather_experts,
-        GATHER,
-        {
-            **GATHER_CONSTANTS,
-            **dataclasses.asdict(NO_CUT),
-            "is_cut": False,
-            "num_programs": BESIDE.programs,
-            "items": BESIDE.items,
-        },
     ),
     "fetch_words": (
         fetch_words,

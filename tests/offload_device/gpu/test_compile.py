@@ -56,7 +56,7 @@ def test_kernels_compile_for(architecture: int, tmp_path: Path) -> None:
         # The input travels in pieces that the link likes.
         assert re.search(r"st\.global\.v4\.b32", plan[: fence.start()])
     # Copies go by 16 bytes, also where blocks are left out.
-    for name in ("gather_experts whole", "gather_experts in part", "gather_experts beside"):
+    for name in ("gather_experts whole", "gather_experts in part"):
         assert re.search(r"ld\.global\.v2\.b64", compiled[name]["ptx"]), name
         assert re.search(r"st\.global\.v2\.b64", compiled[name]["ptx"]), name
         # And a warp's threads read neighbours: they exchange nothing before they store.

@@ -8,7 +8,7 @@ import torch
 
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.copy_kernel import ALONE, BESIDE, CopyShape, launch_gather
+from glm53srv.offload.device.gpu.copy_kernel import USUAL, CopyShape, launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import make_ring
 from glm53srv.offload.device.gpu.host_log import StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import launch_fetch
@@ -60,7 +60,7 @@ def test_an_update_of_two_lengths_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_copies", "num_bytes"), [(0, RECORD), (1, 16), (1, RECORD), (5, 49_168), (40, 256)]
 )
-@pytest.mark.parametrize("shape", [ALONE, BESIDE])
+@pytest.mark.parametrize("shape", [USUAL, CopyShape(32, 4, 2048)])
 def test_copies_move_every_byte_and_no_other(num_copies: int, num_bytes: int, shape: CopyShape) -> None:
     rng = np.random.default_rng(num_copies)
     stride = -(-num_bytes // 256) * 256 + 256  # a gap behind each record must stay as it is

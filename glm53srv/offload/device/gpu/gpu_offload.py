@@ -27,7 +27,7 @@ from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.describe import describe_offload
 from glm53srv.offload.device.gpu.chunk_loan import ChunkLoan
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.copy_kernel import ALONE, launch_gather
+from glm53srv.offload.device.gpu.copy_kernel import USUAL, launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.decode_buffers import DecodeBuffers
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
@@ -44,7 +44,6 @@ from glm53srv.offload.device.gpu.split_table import SplitTable
 from glm53srv.offload.device.gpu.step_words import StepWords
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
-from glm53srv.offload.look_ahead import fitting_ahead
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_update import ResidencyUpdate
@@ -112,7 +111,7 @@ class GpuOffload:
         self._costs = SplitTable(options, arena.layout.num_parts, self._reader, self._buffers.cpu_count)
         self._may_split = memory.is_split and lane is not None
         self._is_split = self._may_split
-        self.copy_shape = ALONE
+        self.copy_shape = USUAL
         self._planned: Any = None  # an event of the decode layer that runs
         self._words = StepWords(geometry, device)
         self._vram_bytes = 0
@@ -144,8 +143,7 @@ class GpuOffload:
         """Begin with these costs, and with the experts that an earlier run found popular."""
         self._open_costs(calibration, self._options.costs)
         # Without workers, in exact mode, attention is of cooperative kernels: see look_ahead.MAX_ROWS.
-        link_ms = calibration.costs.zero_copy_ms
-        num_ahead = 0 if self.lane is None else fitting_ahead(self.plan.ahead, link_ms)
+        num_ahead = 0 if self.lane is None else self.plan.ahead
         self.look_ahead.limit(num_ahead)
         history = self._heat_keeper.load()
         if history is not None:

@@ -3,7 +3,7 @@
     main      plan l ---------- hits l ------------ wait ---- the other experts l
     shared         |--- shared expert l ------------/   /
     landings       \\-- gather l ----------------------/ /
-    fetches    ... fetch l -------------------------- --/  fetch l+1 ...
+    fetches    ... fetch l ----------------------------/                        fetch l+1 ...
 
 Without a launch of their own for hits, the experts in VRAM, gather goes by the main stream.
 """
