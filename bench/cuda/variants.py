@@ -90,6 +90,17 @@ class Variant:
     split: str | None
 
 
+def parse_shape(text: str) -> CopyShape:
+    """Read programs x warps x words of a copy, as in 8x8x4096. Raises ValueError."""
+    numbers = [int(part) for part in text.split("x")]
+    if len(numbers) != 3:
+        raise ValueError(f"{text!r} is not programs x warps x words, as in 8x8x4096")
+    programs, warps, items = numbers
+    if programs < 1 or any(each < 1 or each & (each - 1) for each in (warps, items)):
+        raise ValueError(f"{text!r}: a copy needs a program, and powers of two behind that")
+    return CopyShape(programs, warps, items)
+
+
 def parse_variant(text: str) -> Variant:
     """Read 'name: key=value, ...'. Raises BadInput."""
     name, _, rest = text.partition(":")
@@ -105,10 +116,7 @@ def parse_variant(text: str) -> Variant:
                 if numbers[key] < NUMBERS[key]:
                     raise BadInput(f"--vary {text!r}: {key} is at least {NUMBERS[key]}")
             elif key in SHAPES:
-                programs, warps, items = map(int, value.split("x"))
-                if programs < 1 or any(each < 1 or each & (each - 1) for each in (warps, items)):
-                    raise BadInput(f"--vary {text!r}: {key} needs a program, and powers of two behind that")
-                shapes[key] = CopyShape(programs, warps, items)
+                shapes[key] = parse_shape(value)
             elif key in COSTS:
                 costs[COSTS[key]] = float(value)
             elif key == "isa":
@@ -120,7 +128,7 @@ def parse_variant(text: str) -> Variant:
             else:
                 raise BadInput(f"--vary {text!r}: no setting {key!r}")
         except (ValueError, KeyError) as error:
-            raise BadInput(f"--vary {text!r}: {pair!r} cannot be read") from error
+            raise BadInput(f"--vary {text!r}: {pair!r} cannot be read: {error}") from error
     if not name.strip():
         raise BadInput(f"--vary {text!r}: a variant needs a name, as in 'base:'")
     return Variant(name.strip(), numbers, shapes, costs, isa, streams, split)
