@@ -18,6 +18,8 @@ from glm53srv.request import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 HIGHEST_TOKEN = 150_000
 """Ids below are text in the published vocabulary."""
+DRAWN_AT_ONCE = 1024
+"""Tokens for decode steps."""
 
 
 class Routes(Protocol):
@@ -41,6 +43,9 @@ class Driver:
         self._positions: dict[int, int] = {}
         self._share = limits.num_pages // limits.max_streams
         self._most_tokens = min(HIGHEST_TOKEN, limits.vocab_size)
+        # Made before they are wanted: between two steps the device waits.
+        self._pages = [self._pages_of(slot) for slot in range(limits.max_streams)]
+        self._drawn: list[int] = []
 
     def pieces(self, slot: int, num_tokens: int, layers: int | None = None) -> list[PrefillSlice]:
         """Cut a prompt of drawn tokens into slices: whole chunks, or `layers` layers at a time."""
@@ -52,7 +57,7 @@ class Driver:
                 slot,
                 ids[begin : begin + chunk],
                 begin,
-                self._pages(slot),
+                self._pages[slot],
                 first,
                 min(self.depth, first + stride),
                 begin + chunk >= num_tokens,
@@ -87,7 +92,9 @@ class Driver:
     def _rows(self, slots: Sequence[int]) -> tuple[DecodeRow, ...]:
         rows = []
         for slot in slots:
-            rows.append(DecodeRow(slot, self._draw(1)[0], self._positions[slot], self._pages(slot)))
+            if not self._drawn:
+                self._drawn = list(self._draw(DRAWN_AT_ONCE))
+            rows.append(DecodeRow(slot, self._drawn.pop(), self._positions[slot], self._pages[slot]))
             self._positions[slot] += 1
         return tuple(rows)
 
@@ -95,7 +102,7 @@ class Driver:
         drawn: list[int] = self._rng.integers(0, self._most_tokens, count).tolist()
         return tuple(drawn)
 
-    def _pages(self, slot: int) -> tuple[int, ...]:
+    def _pages_of(self, slot: int) -> tuple[int, ...]:
         return tuple(range(slot * self._share, (slot + 1) * self._share))
 
 
