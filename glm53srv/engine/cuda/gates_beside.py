@@ -15,19 +15,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Stream(Protocol):
-    """torch's stream, as far as it is used here."""
-
-    def record_event(self) -> Any:
-        """Give an event that stands for all that is enqueued so far."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let what is enqueued from here on wait for an event."""
+from glm53srv.offload.device.gpu.look_ahead import Stream
 
 
 @dataclass(frozen=True, slots=True)

