@@ -45,7 +45,7 @@ def run(
     """Give the logits of STEPS steps of one row and of four, float32 (rows, vocabulary) each."""
     engine.change_workers("AUTO", None, costs)
     engine.offload.share_experts(shares)
-    engine.offload.split_launches(splits)
+    engine.offload.layers.split_launches(splits)
     engine.capture()
     found: list[NDArray[np.float32]] = []
     inner = model.inner

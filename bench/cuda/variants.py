@@ -140,19 +140,19 @@ class Bench:
     def __init__(self, options: BenchOptions, engine: CudaEngine, model: Any, routes: Any) -> None:
         self.options, self.engine, self.model = options, engine, model
         self.driver = Driver(engine, routes=routes)
-        self._landing, self._ahead = engine.offload.landing, engine.offload.look_ahead.num_ahead
+        self._landing, self._ahead = engine.offload.layers.landing, engine.offload.look_ahead.num_ahead
 
     def apply(self, variant: Variant) -> None:
         """Set everything as the variant says, what it does not name as at the start."""
         engine, numbers = self.engine, variant.numbers
         offload = engine.offload
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
-        offload.landing = replace(self._landing, num_experts=landing)
+        offload.layers.landing = replace(self._landing, num_experts=landing)
         offload.look_ahead.limit(numbers.get("ahead", self._ahead), numbers.get("across"))
         offload.look_ahead.max_rows = numbers.get("rows", MAX_ROWS)
         shapes = SHAPES | variant.shapes
-        offload.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
-        offload.split_launches(numbers.get("launches", 2) > 1)
+        offload.layers.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
+        offload.layers.split_launches(numbers.get("launches", 2) > 1)
         offload.look_ahead.behind_experts = numbers.get("late", 1) > 0
         self.model.gates.is_on = numbers.get("gates", 1) > 0
         isa = (variant.isa or Isa.AUTO).name

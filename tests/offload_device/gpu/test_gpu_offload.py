@@ -245,7 +245,7 @@ def test_settings_for_measurements_change_no_sums(
     offload = card.offload
     try:
         if setting == "one launch":
-            offload.split_launches(False)
+            offload.layers.split_launches(False)
         elif setting == "no look-ahead":
             offload.look_ahead.limit(0)
         elif setting == "whole experts":

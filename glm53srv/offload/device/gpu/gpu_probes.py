@@ -78,14 +78,14 @@ class GpuProbes:
         weights = torch.zeros((1, k), dtype=torch.float16, device=self._device)
         weights[0, : len(experts)] = 0.1
         offload = self._offload
-        offload.point(layer, torch.from_numpy(slots).to(self._device))
+        offload.layers.point(layer, torch.from_numpy(slots).to(self._device))
         if lands:
             self._land(layer, experts)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         begin.record()
         if lands:
-            offload.gather()
+            offload.layers.gather()
         self._run(layer, self._x, picks, weights)
         end.record()
         end.synchronize()
@@ -94,13 +94,13 @@ class GpuProbes:
     def _land(self, layer: int, experts: np.ndarray) -> None:
         """Point a layer's tables at the buffers of its experts, and list their copies, as a plan does."""
         offload, layout = self._offload, self._offload.arena.layout
-        landing, tables = offload.landing, offload.tables[layer]
+        landing, tables = offload.layers.landing, offload.layers.tables[layer]
         count = min(len(experts), landing.num_experts)
         own = torch.from_numpy(experts[:count].astype(np.int64)).to(self._device)
         targets = landing.address + layout.record_bytes * torch.arange(count, device=self._device)
         for table, offset in zip((tables.gate, tables.up, tables.down), layout.offsets, strict=True):
             table[own] = targets + offset
-        landing.sources[:count] = offload.home(layer) + layout.record_bytes * own
+        landing.sources[:count] = offload.layers.home(layer) + layout.record_bytes * own
         landing.targets[:count] = targets
         landing.count.fill_(count)
         landing.skips.zero_()
