@@ -1,15 +1,15 @@
-"""Do a layer's sums come out the same however its experts are divided between CPU and GPU, and between two
-launches on the GPU? At the published dimensions.
+"""Do a layer's sums come out the same however its experts are divided between CPU and GPU, and its kernels
+between launches and streams on the GPU? At the published dimensions.
 
     python -m bench.cuda.check_sharing --layers 6
 
 Takes the options of `glm53srv bench-model`; the mode is fast. The same tokens run through decode steps of one
-and of four rows: no expert on the CPU and one launch, which must repeat bit for bit; no expert on the CPU and
-two launches; whole experts on the CPU; experts shared between it and the link, with costs pinned so that
-nearly every layer's misses are split. The routes are imposed, so that no rounding picks other experts.
-Neither two launches nor shared experts may be further from the first than whole ones on the CPU are, by more
-than a half. (The demo model's experts have one block of neurons and cannot be shared.) Exit code 1 if they
-are.
+and of four rows: no expert on the CPU and one launch, which must repeat bit for bit, also with the gates of
+KDA layers behind their projections and not beside them; no expert on the CPU and two launches; whole experts
+on the CPU; experts shared between it and the link, with costs pinned so that nearly every layer's misses are
+split. The routes are imposed, so that no rounding picks other experts. Neither two launches nor shared
+experts may be further from the first than whole ones on the CPU are, by more than a half. (The demo model's
+experts have one block of neurons and cannot be shared.) Exit code 1 if they are.
 """
 
 from __future__ import annotations
@@ -40,9 +40,17 @@ MARGIN = 1.5
 
 
 def run(
-    engine: CudaEngine, model: Any, routes: Any, costs: CostOverrides, *, shares: bool, splits: bool = True
+    engine: CudaEngine,
+    model: Any,
+    routes: Any,
+    costs: CostOverrides,
+    *,
+    shares: bool,
+    splits: bool = True,
+    has_gates_beside: bool = True,
 ) -> list[NDArray[np.float32]]:
     """Give the logits of STEPS steps of one row and of four, float32 (rows, vocabulary) each."""
+    model.gates.is_on = has_gates_beside
     engine.change_workers("AUTO", None, costs)
     engine.offload.share_experts(shares)
     engine.offload.layers.split_launches(splits)
@@ -91,6 +99,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             none = run(engine, model, routes, NONE, shares=False, splits=False)
             again = run(engine, model, routes, NONE, shares=False, splits=False)
+            behind = run(engine, model, routes, NONE, shares=False, splits=False, has_gates_beside=False)
             split = run(engine, model, routes, NONE, shares=False)
             before = engine.offload.counts.num_split
             whole = run(engine, model, routes, EVEN, shares=False)
@@ -100,9 +109,10 @@ def main(argv: Sequence[str]) -> int:
         finally:
             engine.close()
     control, by_split, by_whole, by_parts = (distance(none, each) for each in (again, split, whole, parts))
-    say(f"none against none {control:.2e}; in two launches {by_split:.2e}")
+    by_gates = distance(none, behind)
+    say(f"none against none {control:.2e}, gates behind {by_gates:.2e}; in two launches {by_split:.2e}")
     say(f"whole {by_whole:.2e}, {num_whole} shared; parts {by_parts:.2e}, {num_split} shared")
-    is_good = control == 0 and num_whole == 0 and num_split > 0 and by_split > 0
+    is_good = control == by_gates == 0 and num_whole == 0 and num_split > 0 and by_split > 0
     is_good = is_good and max(by_split, by_parts) <= MARGIN * by_whole
     say("ok" if is_good else "FAILED")
     return 0 if is_good else 1
