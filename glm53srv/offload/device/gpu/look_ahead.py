@@ -7,7 +7,7 @@
 
     who waits        for                what would go wrong without
     fetch l+1        guess l+1          lists that are half written
-    fetch l+1        experts l          they would share the card with its copies: 95 us and not 36 (traced)
+    fetch l+1        experts l          they would share the card with copies: 69 us, not 44 to 54 (traced)
     fetch l+1        experts l-1        they read the same buffers (experts l follow)
     end of layer l   guess l+1          memory of the router's input is used again; plan l+1 reads the guess
     experts l+1      fetch l+1          an expert that is not whole
