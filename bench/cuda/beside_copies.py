@@ -27,6 +27,7 @@ import torch
 
 from bench.cuda.profile_step import say
 from bench.cuda.variants import parse_shape
+from glm53srv.engine.cuda.package import PINNED
 from glm53srv.offload.device.gpu.copy_kernel import CopyShape, launch_gather
 from glm53srv.offload.device.gpu.launch import Landing, make_landing
 
@@ -35,11 +36,6 @@ RECORD = 9_437_184
 HIDDEN, NEURONS = 4096, 2048
 NUM_RECORDS, NUM_COPIED, TRIALS = 48, 2, 15
 SHAPES = ("8x8x4096", "16x4x2048", "2x16x16384", "4x16x8192", "32x4x2048", "4x16x16384", "8x16x16384")
-ENVIRONMENT = {
-    "exact": {"EXL3_INT8_GEMV": "0", "EXL3_MOE_COOP_KSPLIT": "0"},
-    "fast": {"EXL3_INT8_GEMV": "1", "EXL3_MOE_COOP_KSPLIT": "4"},
-}
-"""As engine/cuda/package.py has them; the package takes them from nowhere else."""
 QUEUED_CYCLES, LEAD_CYCLES = 800_000, 120_000
 """That the device sleeps while a trial is enqueued; and between a copy's begin and the product's."""
 
@@ -183,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; gives the exit code."""
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="bench.cuda.beside_copies", description=description)
-    parser.add_argument("--mode", choices=sorted(ENVIRONMENT), default="fast")
+    parser.add_argument("--mode", choices=sorted(PINNED), default="fast")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="programs x warps x words, as 8x8x4096")
     options = parser.parse_args(argv)
     try:
@@ -191,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    os.environ.update(ENVIRONMENT[options.mode])
+    os.environ.update(PINNED[options.mode])
     try:
         extension = importlib.import_module("exllamav3_ext")  # reads the environment
     except ImportError as error:
