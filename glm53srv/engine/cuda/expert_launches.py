@@ -68,6 +68,18 @@ class ExpertLaunches:
         return self._sums[: len(x)]
 
 
+class LaunchMaker:
+    """Makes the launches of a model's layers, with the scratch that they share."""
+
+    def __init__(self, extension: Any) -> None:
+        """extension: the package's compiled part."""
+        self._extension, self._scratch = extension, Scratch()
+
+    def make(self, layer: Any) -> ExpertLaunches | None:
+        """Give a loaded layer's launches, None if it cannot be launched so."""
+        return ExpertLaunches(layer, self._extension, self._scratch) if can_launch(layer) else None
+
+
 def _routed_arguments(layer: Any, scratch: Scratch) -> tuple[Any, ...]:
     """Give what a launch of routed experts takes between its picks and its sums."""
     config, device = layer.experts_cfg, layer.experts_cfg.yh.device

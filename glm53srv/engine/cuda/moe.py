@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from glm53srv.engine.cuda.expert_launches import ExpertLaunches, Scratch, can_launch
+from glm53srv.engine.cuda.expert_launches import ExpertLaunches, LaunchMaker
 from glm53srv.engine.cuda.graphs import is_latent_attention
 from glm53srv.offload.device.gpu.gpu_memory import LayerTables
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+from glm53srv.offload.device.gpu.landing_order import OwnLaunches
 from glm53srv.offload.device.gpu.launch import RouterWeights
 
 
@@ -58,24 +59,22 @@ def make_offloaded_class(base: Any) -> type[Any]:
         def adopt(
             self,
             sparse_layer: int,
-            extension: Any = None,
-            scratch: Scratch | None = None,
+            maker: LaunchMaker | None = None,
             *,
             is_led: bool = False,
             is_across: bool = False,
         ) -> None:
             """Become a layer of the offload; without one, experts are read where their tensors lie.
 
-            extension: the package's compiled part, for launches of its own, with the scratch that all layers
-            share; None for the package's call alone. is_led: it follows another sparse layer, with no latent
-            attention between or with that of its own block: is_across.
+            maker: of launches of its own, None for the package's call alone. is_led: it follows another
+            sparse layer, with no latent attention between or with that of its own block: is_across.
             """
             self.sparse_layer = sparse_layer
             self.is_led = is_led
             self.is_across = is_across
             self.has_launches = False  # once it is loaded
             self.offload: GpuOffload | None = None
-            self._extension, self._scratch = extension, scratch
+            self._maker = maker
             self._stock_routing: Any = self.routing_fn
             self.routing_fn: Any = self._plan_behind_router
 
@@ -86,9 +85,10 @@ def make_offloaded_class(base: Any) -> type[Any]:
         def load_local(self, **options: Any) -> None:
             """Build the compiled path, and the launches beside it."""
             super().load_local(**options)
-            self.has_launches = self._extension is not None and can_launch(self)
-            if self.has_launches and self._scratch is not None:
-                self.bc: Any = ByLaunches(self.bc, ExpertLaunches(self, self._extension, self._scratch))
+            launches = None if self._maker is None else self._maker.make(self)
+            self.has_launches = launches is not None
+            if launches is not None:
+                self.bc: Any = ByLaunches(self.bc, launches)
 
         def forward(self, x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
             offload = self.offload
@@ -108,17 +108,15 @@ def make_offloaded_class(base: Any) -> type[Any]:
             picks, weights = self._stock_routing(rows, config, z, params)
             if self.offload is not None:
                 self.offload.plan_layer(self.sparse_layer, z, picks, weights)
-
+                own = None
                 if self.has_launches and self.offload.is_decoding:
                     launches = self.bc.launches
-
-                    def run_hits(own: Any) -> Any:
-                        return launches.routed(z, picks, own, adds_shared=False)
-
-                    self.offload.land_layer(self.sparse_layer, z, run_hits, lambda: launches.shared(z))
+                    own = OwnLaunches(
+                        lambda taken: launches.routed(z, picks, taken, adds_shared=False),
+                        lambda: launches.shared(z),
+                    )
                     self.bc.is_begun = True
-                else:
-                    self.offload.land_layer(self.sparse_layer, z)
+                self.offload.land_layer(self.sparse_layer, z, own)
             return picks, weights
 
     return OffloadedMlp
@@ -128,12 +126,12 @@ def adopt_sparse_layers(model: Any, stock: Any = None, extension: Any = None) ->
     """Make every sparse layer of an unloaded text model ours; gives them in order.
 
     The instance changes its class, which keeps the module lists that the model has built already. stock: the
-    class of sparse layers, None for the package's. extension: see OffloadedMlp.adopt.
+    class of sparse layers, None for the package's. extension: its compiled part, for launches of their own.
     """
     stock = stock or stock_class()
     ours: Any = make_offloaded_class(stock)
     layers: list[Any] = []
-    scratch = Scratch()
+    maker = None if extension is None else LaunchMaker(extension)
     num_cuts = 0  # latent attentions since the last sparse layer
     for module in model.modules:
         attention, mlp = (getattr(module, name, None) for name in ("attn", "mlp"))
@@ -142,7 +140,7 @@ def adopt_sparse_layers(model: Any, stock: Any = None, extension: Any = None) ->
         if isinstance(mlp, stock):
             mlp.__class__ = ours
             is_led = bool(layers) and (num_cuts == 0 or (num_cuts == 1 and is_cut))
-            mlp.adopt(len(layers), extension, scratch, is_led=is_led, is_across=is_led and is_cut)
+            mlp.adopt(len(layers), maker, is_led=is_led, is_across=is_led and is_cut)
             layers.append(mlp)
             num_cuts = 0
     return layers

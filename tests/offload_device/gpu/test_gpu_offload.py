@@ -20,6 +20,7 @@ from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory, LayerTables
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+from glm53srv.offload.device.gpu.landing_order import OwnLaunches
 from glm53srv.offload.device.gpu.launch import RouterWeights
 from glm53srv.offload.device.layout import Part, RecordLayout
 from glm53srv.offload.device.options import OffloadOptions
@@ -131,7 +132,8 @@ class Card:
         def run_hits(taken: torch.Tensor) -> torch.Tensor:
             return torch.from_numpy(self._pointed(layer, x, picks, taken))
 
-        offload.land_layer(layer, own, run_hits, lambda: shared.append(_shared(x)))
+        launches = OwnLaunches(run_hits, lambda: shared.append(_shared(x)))
+        offload.land_layer(layer, own, launches)
         total = self._pointed(layer, x, picks, weights) + sum(shared)
         ahead = offload.look_ahead.ahead_of(layer)
         self.num_kept_ahead += 0 if ahead is None else int(ahead.keeps.count)

@@ -5,7 +5,7 @@ Enqueues only, on the main stream and the side streams; what is planned by is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.decode_buffers import DecodeBuffers
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
-from glm53srv.offload.device.gpu.landing_order import LayerWork, enqueue_copies
+from glm53srv.offload.device.gpu.landing_order import LayerWork, OwnLaunches, enqueue_copies
 from glm53srv.offload.device.gpu.launch import PlanInputs
 from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, make_side_streams
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
@@ -106,24 +106,14 @@ class DecodeLayers:
         launch_plan(inputs, outputs, self.landing, ring, ahead, self._hit_weights())
         self._planned = self._streams.main().record_event()
 
-    def land(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        run_hits: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        run_shared: Callable[[], None] | None = None,
-    ) -> None:
+    def land(self, layer: int, x: torch.Tensor, own: OwnLaunches | None) -> None:
         """Copy the experts that the layer just planned wants over the link; see GpuOffload.land_layer."""
-        weights, sums = self._hit_weights(), self.buffers.hit_sums[: self.rows]
-
-        def run_first() -> None:
-            assert run_hits is not None
-            assert weights is not None
-            # By a kernel: a copy might queue behind staged experts.
-            torch.mul(run_hits(weights), 1.0, out=sums)
-
-        first = None if weights is None else run_first
-        work = LayerWork(self._planned, x, self.gather, first, run_shared)
+        run_hits, weights = None, self._hit_weights()
+        if weights is not None:
+            assert own is not None, "the plan left experts in VRAM to a launch that the layer does not have"
+            run_hits = functools.partial(self._run_hits, own, weights)
+        run_shared = None if own is None else own.shared
+        work = LayerWork(self._planned, x, self.gather, run_hits, run_shared)
         enqueue_copies(self._streams, self.look_ahead, layer, work)
 
     def gather(self) -> None:
@@ -139,6 +129,10 @@ class DecodeLayers:
         if self.lane is not None:
             sums = self.buffers.hit_sums if self.has_hits else None
             launch_combine(out, self.buffers.count_rows[layer], layer, self.lane.ring, sums)
+
+    def _run_hits(self, own: OwnLaunches, weights: torch.Tensor) -> None:
+        # By a kernel: a copy might queue behind staged experts.
+        torch.mul(own.hits(weights), 1.0, out=self.buffers.hit_sums[: self.rows])
 
     def _hit_weights(self) -> torch.Tensor | None:
         """Give the weights of experts in VRAM, for the rows of this step; None if all go in one launch."""

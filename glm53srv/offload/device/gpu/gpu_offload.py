@@ -31,6 +31,7 @@ from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_slots import GpuSlots
 from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import HostReader
+from glm53srv.offload.device.gpu.landing_order import OwnLaunches
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
 from glm53srv.offload.device.gpu.split_table import SplitTable
 from glm53srv.offload.device.heat_keeper import HeatKeeper
@@ -275,22 +276,15 @@ class GpuOffload:
             table, costs = self.store.table[layer], self._costs.ledger.costs
             self.prefill_lane.take(layer, x, picks, weights, table, costs)
 
-    def land_layer(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        run_hits: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        run_shared: Callable[[], None] | None = None,
-    ) -> None:
+    def land_layer(self, layer: int, x: torch.Tensor, own: OwnLaunches | None = None) -> None:
         """Copy the experts that the layer just planned wants over the link: decode.
 
-        x: its router's input, float16 (rows, hidden). run_hits: enqueues routed experts with these weights,
-        float16 (rows, top_k), and gives their sums, float32 (rows, hidden), which the next launch overwrites:
-        in fast mode those in VRAM, beside the copies; combine() adds them. run_shared: enqueues the shared
-        expert. None where the layer computes all of them at once behind the copies.
+        x: its router's input, float16 (rows, hidden). own: launches beside the copies, in fast mode that of
+        experts in VRAM, whose sums combine() adds; None where the layer computes all of its experts at once
+        behind the copies.
         """
         if self.is_decoding:
-            self.layers.land(layer, x, run_hits, run_shared)
+            self.layers.land(layer, x, own)
 
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Complete a layer's sum, float32 (rows, hidden): by what others than its kernels have computed."""

@@ -20,6 +20,18 @@ from glm53srv.offload.device.gpu.look_ahead import LookAhead, SideStreams
 
 
 @dataclass(frozen=True, slots=True)
+class OwnLaunches:
+    """How a layer computes some of its experts before the others.
+
+    hits: enqueues routed experts with these weights, float16 (rows, top_k), and gives their sums, float32
+    (rows, hidden), which the next launch overwrites. shared: enqueues the shared expert.
+    """
+
+    hits: Callable[[torch.Tensor], torch.Tensor]
+    shared: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWork:
     """planned: an event behind the layer's plan. x: float16 (rows, hidden), its router's input.
 

@@ -70,7 +70,7 @@ class Offload:
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
-    def land_layer(self, layer: int, x: Any, run_hits: Any = None, run_shared: Any = None) -> None:
+    def land_layer(self, layer: int, x: Any, own: Any) -> None:
         self.told.append(("land", layer, x))
 
     def combine(self, layer: int, sums: Any) -> None:
@@ -206,12 +206,12 @@ class SplittingOffload(Offload):
         if self.is_decoding and self.apart:
             weights[is_hit] = 0
 
-    def land_layer(self, layer: int, x: Any, run_hits: Any = None, run_shared: Any = None) -> None:
-        self.told.append((run_hits is not None, run_shared is not None))
-        if run_hits is not None and self.apart:
-            self.early = run_hits(self.hit_weights).clone()
-        if run_shared is not None:
-            run_shared()
+    def land_layer(self, layer: int, x: Any, own: Any) -> None:
+        self.told.append(("own", own is not None))
+        if own is not None and self.apart:
+            self.early = own.hits(self.hit_weights).clone()
+        if own is not None:
+            own.shared()
 
     def combine(self, layer: int, sums: Any) -> None:
         self.total = sums.clone() if self.early is None else sums + self.early
@@ -235,8 +235,8 @@ def test_launches_of_their_own_give_what_the_packages_call_does(
         for _ in range(2):  # what was begun does not outlive its step
             told.clear()
             layer.forward(x, {})
-            assert [each for each in told if isinstance(each, tuple) and each[0] in (True, False)] == [
-                (is_decoding, is_decoding)
+            assert [each for each in told if isinstance(each, tuple) and each[0] == "own"] == [
+                ("own", is_decoding)
             ]
             expected = layer.layer.whole(x, PICKS[:rows], WEIGHTS[:rows])
             torch.testing.assert_close(layer.offload.total, expected)
@@ -256,4 +256,4 @@ def test_a_layer_without_launches_keeps_the_packages_call(extension: str | None)
     x = torch.ones((2, HIDDEN)).half()
     layer.forward(x, {})
     torch.testing.assert_close(layer.offload.total, layer.layer.whole(x, PICKS[:2], WEIGHTS[:2]))
-    assert layer.offload.told == [("begin", 0), (False, False), ("end", 0)]
+    assert layer.offload.told == [("begin", 0), ("own", False), ("end", 0)]
