@@ -7,8 +7,8 @@ Reads a Chrome trace as torch's profiler writes it, device events only; needs th
 Steps are told apart by the copy of the logits to the host, the largest of those. A part's time is that of its
 kernels; `alone` is what of it no kernel of another part ran beside, `share` that of the step. When nothing
 ran on the GPU it was idle: between steps for the host, within one between two kernels. Up to three launches
-of experts stand behind a layer's plan: the shared expert, in fast mode those in VRAM, then the others. They
-are told apart by their number, two of them by whether they are the same kernels.
+of experts stand behind a layer's plan: the shared expert and, in fast mode, those in VRAM, then the others.
+Those in VRAM run the kernels of the others; a shared expert that does, too, is the second of the two.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 COLOURS = {name: colour for name, _, colour in PARTS}
 LINK_PARTS = ("experts on the link", "copies")
 TO_HOST = "Memcpy DtoH"
-GATE = "coop_a_kernel"
+DOWN = "coop_b_kernel"
 OVERLAP_US = 1.0
 """By which one kernel may begin before the one before it has ended, in one lane."""
 SMALL_GAP_US = 20.0
@@ -112,20 +112,33 @@ def cut_steps(events: Sequence[Event]) -> list[list[Event]]:
     return [_name_parts(events[begin + 1 : end + 1]) for begin, end in itertools.pairwise(ends)]
 
 
+def _cut_launches(step: Sequence[Event], experts: Sequence[int]) -> list[list[int]]:
+    """Group the experts' kernels behind a plan by launches, in the order in which these begin: on one stream
+    one behind the other, the last of each a DOWN kernel. Launches on several streams overlap."""
+    open_ones: dict[int, list[int]] = {}
+    closed = []
+    for index in experts:
+        launch = open_ones.setdefault(step[index].stream, [])
+        launch.append(index)
+        if DOWN in step[index].name:
+            closed.append(open_ones.pop(step[index].stream))
+    return sorted(closed)
+
+
 def _name_parts(step: Sequence[Event]) -> list[Event]:
     """Name each event's part, of experts by their launches behind one plan."""
     names = [next(name for name, kernels, _ in PARTS if re.search(kernels, event.name)) for event in step]
     plans = [index for index, event in enumerate(step) if "plan_layer" in event.name]
     for begin, end in zip(plans, [*plans[1:], len(step)], strict=True):
         experts = [index for index in range(begin, end) if names[index] == ROUTED]
-        gates = [step[index].name for index in experts if GATE in step[index].name]  # one a launch
-        if len(gates) > 1:
-            kinds = [SHARED, EARLY, ROUTED]
-            if len(gates) == 2:
-                kinds = [EARLY if gates[0] == gates[1] else SHARED, ROUTED]
-            size = len(experts) // len(gates)
-            for number, index in enumerate(experts):
-                names[index] = kinds[min(number // size, len(kinds) - 1)]
+        launches = _cut_launches(step, experts)
+        kinds = {ROUTED}
+        for launch in launches[:-1]:
+            is_same = step[launch[-1]].name == step[launches[-1][-1]].name
+            kind = EARLY if is_same and EARLY not in kinds else SHARED
+            kinds.add(kind)
+            for index in launch:
+                names[index] = kind
     products = [index for index, name in enumerate(names) if name == "other products"]
     if products:
         names[products[-1]] = "head"

@@ -102,11 +102,39 @@ def test_one_launch_of_experts_behind_a_plan_is_the_routed_ones(tmp_path: Path) 
     assert found["routed experts"] == pytest.approx(0.36)
 
 
+def experts(bits: int, gate: float, down: float) -> tuple[tuple[str, float], ...]:
+    """Give the kernels of a launch for several rows."""
+    return (
+        ("exl3_moe_coop_rot_kernel", 1.0),
+        (f"exl3_moe_coop_a_kernel<{bits}>", gate),
+        (f"exl3_moe_coop_b_kernel<{bits}>", down),
+    )
+
+
+@pytest.mark.parametrize("bits", [5, 3])
+def test_launches_that_overlap_are_told_apart_by_their_streams(tmp_path: Path, bits: int) -> None:
+    events = [kernel(LOGITS, 0.0, 1.0)]
+    for step in range(3):
+        begin = 1000.0 * (step + 1)
+        events += [
+            kernel("plan_layer", begin, 1.0),
+            kernel("exl3_moe_coop_a_kernel<3>", begin + 10, 50.0, stream=20),
+            kernel(f"exl3_moe_coop_a_kernel<{bits}>", begin + 20, 7.0, stream=21),
+            kernel("exl3_moe_coop_b_kernel<3>", begin + 60, 30.0, stream=20),
+            kernel(f"exl3_moe_coop_b_kernel<{bits}>", begin + 70, 4.0, stream=21),
+            kernel("exl3_moe_coop_a_kernel<3>", begin + 100, 12.0, stream=20),
+            kernel("exl3_moe_coop_b_kernel<3>", begin + 112, 6.0, stream=20),
+            kernel(LOGITS, begin + 200, 1.0),
+        ]
+    _, rows = summarize(cut_steps(read_events(write(tmp_path / "t.json", events))))
+    found = {row.part: round(row.ms * 1e3) for row in rows}
+    assert found["experts in VRAM, before"] == 80
+    assert (found["shared expert"], found["routed experts"]) == (11, 18)
+
+
 @pytest.mark.parametrize("has_shared", [True, False])
 def test_experts_in_vram_are_the_launch_in_front_of_the_last(tmp_path: Path, has_shared: bool) -> None:
-    early = (("exl3_moe_coop_rot_kernel", 1.0), ("exl3_moe_coop_a_kernel<3>", 30.0), ("coop_b exl3_moe", 9.0))
-    late = (("exl3_moe_coop_rot_kernel", 1.0), ("exl3_moe_coop_a_kernel<3>", 12.0), ("coop_b exl3_moe", 6.0))
-    shared = (("exl3_moe_coop_rot_kernel", 1.0), ("exl3_moe_coop_a_kernel<5>", 5.0), ("coop_b exl3_moe", 2.0))
+    early, late, shared = experts(3, 30.0, 9.0), experts(3, 12.0, 6.0), experts(5, 5.0, 2.0)
     layer = (("plan_layer", 2.0), *(shared if has_shared else ()), *early, *late)
     _, rows = summarize(cut_steps(read_events(write(tmp_path / "t.json", make_trace(4, layer)))))
     found = {row.part: (row.ms, row.count) for row in rows}
