@@ -185,6 +185,17 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         maximum=4,
     ),
     Option(
+        "ec_ahead_by",
+        ("--ec-ahead-by",),
+        "GLM53_EC_AHEAD_BY",
+        "choice",
+        "kernel",
+        "who fetches experts ahead: a kernel, or the copy engine on the orders of a host thread, in both "
+        "modes and beside any number of streams",
+        "offload",
+        choices=("kernel", "engine"),
+    ),
+    Option(
         "ec_stage_gb",
         ("--ec-stage-gb",),
         "GLM53_EC_STAGE_GB",

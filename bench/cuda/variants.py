@@ -15,6 +15,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     split=NAME             parts or whole, as --ct-split of bench-model
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
     late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
+    engine=N               1: the copy engine fetches them, if the start had --ahead-by engine; 0: a kernel
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
@@ -55,7 +56,6 @@ from glm53srv.model.published_files import published_model
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.cpus import choose_cpus
 from glm53srv.offload.device.gpu.copy_kernel import USUAL, CopyShape
-from glm53srv.offload.device.gpu.look_ahead import MAX_ROWS
 
 PROFILED_STEPS = 8
 READ_BYTES = 4 * 10**9
@@ -69,6 +69,7 @@ NUMBERS = {
     "threads": 1,
     "launches": 1,
     "late": 0,
+    "engine": 0,
     "gates": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
@@ -149,11 +150,14 @@ class Bench:
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.layers.landing = replace(self._landing, num_experts=landing)
         offload.look_ahead.limit(numbers.get("ahead", self._ahead), numbers.get("across"))
-        offload.look_ahead.max_rows = numbers.get("rows", MAX_ROWS)
+        offload.look_ahead.order_copies(numbers.get("engine", 1) > 0)
+        if "rows" in numbers:
+            offload.look_ahead.max_rows = numbers["rows"]
         shapes = SHAPES | variant.shapes
         offload.layers.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
-        offload.look_ahead.behind_experts = numbers.get("late", 1) > 0
+        if "late" in numbers:
+            offload.look_ahead.behind_experts = numbers["late"] > 0
         self.model.gates.is_on = numbers.get("gates", 1) > 0
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))

@@ -469,6 +469,63 @@ int32_t glm53_crew_check(const glm53_crew *crew);
 
 int32_t glm53_crew_describe(const glm53_crew *crew, glm53_crew_stats *stats);
 
+/* ---- the courier: a thread that gives a GPU's copy engine its orders ----
+ *
+ * A kernel knows what is to be copied out of host memory, and only the host can have the copy engine do it. So
+ * the kernel writes an order into a ring, and the courier enqueues its copies on a stream of its own, and
+ * behind them a write of the order's number to a word on the device, which other kernels wait for.
+ *
+ * Ring: num_cells cells of 128 bytes, aligned to 128, the order s in cell s mod num_cells. At a cell's
+ *     0  u32 posted       written last, with release order
+ *     4  u32 num_copies   0 .. GLM53_MOST_COPIES; with 0 the number alone is written
+ *     8  u64 sources[GLM53_MOST_COPIES], addresses in host memory
+ *    40  u64 targets[GLM53_MOST_COPIES], addresses on the device
+ * Cells must not be posted again before their order's number was seen on the device.
+ *
+ * Idle for poll_us the courier parks; the doorbell wakes it, and a parked one looks ten times a second. After
+ * an error of the driver it does nothing more, so whoever waits on the device needs a limit of its own.
+ * Memory: the ring must outlive the courier. */
+enum { GLM53_MOST_COPIES = 4, GLM53_COURIER_CELL_BYTES = 128 };
+
+typedef struct glm53_courier glm53_courier;
+
+/* The driver's calls, by cuda.h: cuCtxSetCurrent, cuMemcpyHtoDAsync, cuStreamWriteValue32. 0 is success. */
+typedef int32_t (*glm53_enter_fn)(void *context);
+typedef int32_t (*glm53_copy_fn)(uint64_t target, const void *source, size_t num_bytes, void *stream);
+typedef int32_t (*glm53_mark_fn)(void *stream, uint64_t address, uint32_t value, uint32_t flags);
+
+typedef struct {
+    void *ring;
+    int32_t num_cells; /* a power of two, 2 .. 4096 */
+    uint32_t first_seq;
+    int64_t record_bytes; /* of each copy */
+    glm53_enter_fn enter;
+    glm53_copy_fn copy;
+    glm53_mark_fn mark;
+    void *context;
+    void *stream;
+    uint64_t arrived; /* address of the word on the device */
+    int32_t poll_us;  /* >= 0 */
+} glm53_courier_config;
+
+typedef struct {
+    int64_t num_orders, num_copies, num_parks;
+    int32_t error; /* the driver's first, or 0 */
+} glm53_courier_stats;
+
+/* Write empty cells: as if the lap before the first had been posted. */
+int32_t glm53_courier_init(void *ring, int32_t num_cells, uint32_t first_seq);
+
+int32_t glm53_courier_create(const glm53_courier_config *config, glm53_courier **courier);
+
+/* Stop and free it, when the call of the driver that it is in returns; NULL is ignored. */
+void glm53_courier_destroy(glm53_courier *courier);
+
+/* Wake a parked courier: before a step whose orders a GPU posts. */
+void glm53_courier_ring(glm53_courier *courier);
+
+int32_t glm53_courier_describe(const glm53_courier *courier, glm53_courier_stats *stats);
+
 /* CDEF END */
 
 #ifdef __cplusplus

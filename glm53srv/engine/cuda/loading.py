@@ -29,13 +29,15 @@ from glm53srv.model.config import ModelConfig
 from glm53srv.offload.calibrate import Calibration, assume, calibrate, describe
 from glm53srv.offload.cost import Mode, default_costs
 from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.courier import Courier
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
+from glm53srv.offload.device.gpu.launch import power_of_two
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane, make_lane
-from glm53srv.offload.device.gpu.registered import device_alias
+from glm53srv.offload.device.gpu.registered import RegisteredMemory, device_alias
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.elastic import LoanParams, fit_loan, max_chunk_tokens
@@ -185,12 +187,13 @@ def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "
     fingerprint: of the routers, for kept heat. Raises MachineError.
     """
     loan = _probe(loaded, options)
-    lane, prefill_lane = hire(loaded, options), None
+    lane, prefill_lane, courier = hire(loaded, options), None, None
     try:
         prefill_lane = make_lane(loaded.arena, options.offload, loaded.config.swiglu_limit)
-        return _open_with(loaded, options, loan, (lane, prefill_lane), fingerprint)
+        courier = hire_courier(loaded, options)
+        return _open_with(loaded, options, loan, (lane, prefill_lane, courier), fingerprint)
     except BaseException:
-        for each in (lane, prefill_lane):
+        for each in (lane, prefill_lane, courier):
             if each is not None:
                 each.close()
         raise
@@ -200,10 +203,10 @@ def _open_with(
     loaded: LoadedModel,
     options: CudaOptions,
     loan: LoanParams,
-    lanes: tuple[CpuLane | None, PrefillLane | None],
+    lanes: tuple[CpuLane | None, PrefillLane | None, Courier | None],
     fingerprint: str,
 ) -> OpenedOffload:
-    geometry, wanted, (lane, prefill_lane) = loaded.arena.geometry, options.offload, lanes
+    geometry, wanted, (lane, prefill_lane, courier) = loaded.arena.geometry, options.offload, lanes
     free = free_vram(loaded.device, options.vram_bytes)
     plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
     tables = [tables_of(layer) for layer in loaded.layers]
@@ -217,6 +220,7 @@ def _open_with(
         wanted,
         lane,
         prefill_lane,
+        courier,
         fingerprint=fingerprint,
         poisons=options.poisons,
     )
@@ -345,6 +349,15 @@ def hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
         deadline_ms=wanted.deadline_ms,
     )
     return CpuLane(loaded.arena, options.max_streams, crew, loaded.package.extension, loaded.device)
+
+
+def hire_courier(loaded: LoadedModel, options: CudaOptions) -> Courier | None:
+    """Make the ring of the thread that orders copies ahead, None where a kernel makes them."""
+    if not options.offload.orders_copies or not options.offload.vram.ahead:
+        return None
+    # Cells of two steps: an order is done before its layer ends.
+    cells = power_of_two(2 * loaded.arena.geometry.num_layers)
+    return Courier(cells, pinning=RegisteredMemory(loaded.package.extension))
 
 
 class _Counter:

@@ -29,6 +29,7 @@ from glm53srv.offload.device.gpu.guess_kernel import (
 from glm53srv.offload.device.gpu.host_reader import BLOCK as FETCH_BLOCK
 from glm53srv.offload.device.gpu.host_reader import fetch_words
 from glm53srv.offload.device.gpu.launch import UNIT_BYTES, WORD_BYTES, cut_of
+from glm53srv.offload.device.gpu.order_kernel import MOST_POLLS, await_order, post_order
 from glm53srv.offload.device.gpu.plan_kernel import plan_layer
 from glm53srv.offload.device.gpu.point_kernel import point_layer
 from glm53srv.offload.device.gpu.table_kernel import BLOCK as TABLE_BLOCK
@@ -152,6 +153,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
             "sources": "*i64",
             "targets": "*i64",
             "count": "*i32",
+            "gate": "*i32",
             "home": "i64",
             "buffer": "i64",
             "rows": "i32",
@@ -195,6 +197,38 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         gather_experts,
         GATHER,
         {**GATHER_CONSTANTS, **dataclasses.asdict(cut_of(LAYOUT)), "is_cut": True},
+    ),
+    "post_order": (
+        post_order,
+        {
+            "sources": "*i64",
+            "targets": "*i64",
+            "count": "*i32",
+            "newest": "*i32",
+            "expected": "*i32",
+            "fence": "*i32",
+            "ring": "i64",
+        },
+        {"turn": 1, "num_cells": 128, "num_buffers": 2},
+    ),
+    "await_order": (
+        await_order,
+        {
+            "sources": "*i64",
+            "targets": "*i64",
+            "count": "*i32",
+            "arrived": "*i32",
+            "expected": "*i32",
+            "gate": "*i32",
+            "late": "i64",
+        },
+        {
+            "turn": 1,
+            "words": RECORD["record_bytes"] // WORD_BYTES,
+            "num_programs": USUAL.programs,
+            "items": USUAL.items,
+            "most_polls": MOST_POLLS,
+        },
     ),
     "fetch_words": (
         fetch_words,

@@ -61,5 +61,10 @@ def test_kernels_compile_for(architecture: int, tmp_path: Path) -> None:
         assert re.search(r"st\.global\.v2\.b64", compiled[name]["ptx"]), name
         # And a warp's threads read neighbours: they exchange nothing before they store.
         assert compiled[name]["shared_bytes"] == 0, name
+    # An order's number goes behind a fence of the system's, as a job's does; arrivals are read anew.
+    order = compiled["post_order"]["ptx"]
+    (fence,) = fences.finditer(order)
+    assert len(re.findall(r"st\.global", order[fence.end() :])) == 1
+    assert compiled["await_order"]["ptx"].count("ld.volatile.global") >= 2
     # The answer is read anew each time, its sums behind it.
     assert compiled["add_partial"]["ptx"].count("ld.volatile.global.v4") == 8

@@ -66,8 +66,10 @@ def test_the_choice_equals_the_rule(seed: int) -> None:
         unused, address=BUFFER, num_experts=num_ahead, sources=sources, targets=targets, count=count
     )
     given = np.concatenate([lists, np.zeros((4 - rows, top_k), np.int64)])
-    launch_choice(torch.from_numpy(given), rows, torch.from_numpy(slots), HOME, RECORD, fetches, chosen)
-    expected = choose_guesses(lists, slots, num_ahead)
+    allowed, is_closed = int(rng.integers(0, 6)), bool(rng.random() < 0.1)
+    gate = torch.tensor([allowed, is_closed], dtype=torch.int32)
+    launch_choice(torch.from_numpy(given), rows, torch.from_numpy(slots), HOME, RECORD, fetches, chosen, gate)
+    expected = choose_guesses(lists, slots, 0 if is_closed else min(allowed, num_ahead))
     number = int(count)
     assert number == len(expected)
     assert chosen.tolist() == [*expected.tolist(), *[7] * (4 - number)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from glm53srv.offload.device.courier import Courier
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
 from glm53srv.offload.device.gpu.copy_kernel import USUAL, launch_gather
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
@@ -32,8 +33,16 @@ class DecodeLayers:
     computed before the others. Graphs that were captured before one of these three changed do as before.
     """
 
-    def __init__(self, memory: GpuMemory, store: GpuSlots, max_rows: int, lane: CpuLane | None) -> None:
-        """Allocate for steps of up to max_rows rows. Raises torch.OutOfMemoryError."""
+    def __init__(
+        self,
+        memory: GpuMemory,
+        store: GpuSlots,
+        max_rows: int,
+        lane: CpuLane | None,
+        courier: Courier | None = None,
+    ) -> None:
+        """Allocate for steps of up to max_rows rows. courier: as of LookAhead. Raises
+        torch.OutOfMemoryError."""
         arena, plan = memory.arena, memory.plan
         geometry, device = arena.geometry, memory.alias.device
         self._arena, self._store = arena, store
@@ -54,7 +63,7 @@ class DecodeLayers:
         homes = [self.home(layer) for layer in range(geometry.num_layers)]
         size, guessed = arena.layout.record_bytes, (memory.routers, memory.across)
         model = GuessedModel(geometry, size, *guessed, self.slot_rows, homes)
-        self.look_ahead = LookAhead(model, plan.ahead, max_rows, device, self._streams)
+        self.look_ahead = LookAhead(model, plan.ahead, max_rows, device, self._streams, courier)
 
     @property
     def has_hits(self) -> bool:

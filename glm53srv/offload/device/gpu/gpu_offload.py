@@ -23,6 +23,7 @@ from glm53srv.errors import EngineError
 from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.counts import Counts
+from glm53srv.offload.device.courier import Courier, find_driver_calls
 from glm53srv.offload.device.describe import describe_offload
 from glm53srv.offload.device.gpu.chunk_loan import ChunkLoan
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
@@ -58,12 +59,14 @@ class GpuOffload:
         options: OffloadOptions,
         lane: CpuLane | None = None,
         prefill_lane: PrefillLane | None = None,
+        courier: Courier | None = None,
         *,
         fingerprint: str = "",
         poisons: bool = False,
     ) -> None:
         """Allocate the slots. lane: the CPU workers, None in exact mode; prefill_lane: those for short
-        prompts, None without; the offload closes both.
+        prompts, None without; courier: has the copy engine fetch ahead, None for a kernel. The offload closes
+        them.
 
         fingerprint: of the routers, see model/fingerprint.py. poisons: see GpuSlots. Call start() before the
         first step. Raises torch.OutOfMemoryError.
@@ -93,12 +96,14 @@ class GpuOffload:
         self._device = device
         self._heat_keeper = HeatKeeper(options.heat, geometry, fingerprint)
         self._reader = HostReader()
-        self.layers = DecodeLayers(memory, self.store, max_rows, lane)
+        self.layers = DecodeLayers(memory, self.store, max_rows, lane, courier)
         self.look_ahead = self.layers.look_ahead
         buffers = self.layers.buffers
         self._costs = SplitTable(options, arena.layout.num_parts, self._reader, buffers.cpu_count)
         self._vram_bytes = 0
         self._report: OffloadReport | None = None
+        self.courier = courier
+        self._errands = None if courier is None else torch.cuda.Stream(device)
         self._logs = HostLogs(buffers.log, buffers.lanes, buffers.counts, self.look_ahead.told)
 
     @property
@@ -125,8 +130,10 @@ class GpuOffload:
         """Begin with these costs, and with the experts that an earlier run found popular."""
         self._open_costs(calibration, self._options.costs)
         # Without workers, in exact mode, attention is of cooperative kernels: see look_ahead.MAX_ROWS.
-        num_ahead = 0 if self.lane is None else self.plan.ahead
+        # But copies by the engine are in nobody's way.
+        num_ahead = 0 if self.lane is None and self.courier is None else self.plan.ahead
         self.look_ahead.limit(num_ahead)
+        self._start_courier()
         history = self._heat_keeper.load()
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
@@ -188,6 +195,10 @@ class GpuOffload:
             raise EngineError(f"a decode step of {num_rows} rows, the offload has {max_rows}")
         self.layers.rows = num_rows
         self.look_ahead.begin_step(num_rows)
+        if self.courier is not None:
+            # Not while kernels may still be loaded, nor in the queue behind staged experts.
+            self.look_ahead.allow(is_captured and self._loan.staged is None)
+            self.courier.ring()
         if self.lane is None:
             return 0
         first_job = self.lane.begin_step()
@@ -247,6 +258,12 @@ class GpuOffload:
         """Follow a step whose end was waited for. Raises EngineError if the CPU workers failed."""
         if self.lane is not None:
             self.lane.check()
+        if self.courier is not None and self._errands is not None:
+            self.courier.check()
+            if self.courier.take_late():
+                self._errands.synchronize()
+                self.look_ahead.open_gate()
+                logger.warning("experts fetched ahead were late; the step has copied them itself")
 
     def close(self) -> None:
         """Save the heat and free everything; the device must be idle. Idempotent."""
@@ -256,6 +273,8 @@ class GpuOffload:
             self.lane.close()
         if self.prefill_lane is not None:
             self.prefill_lane.close()
+        if self.courier is not None:
+            self.courier.close()
 
     # ---- called by the sparse layers, inside the brackets ----
 
@@ -301,6 +320,12 @@ class GpuOffload:
             self._loan.staged.end_layer(layer)
 
     # ---- inside ----
+
+    def _start_courier(self) -> None:
+        arrived = self.look_ahead.arrived
+        if self.courier is not None and self._errands is not None and arrived is not None:
+            size, stream = self.arena.layout.record_bytes, self._errands.cuda_stream
+            self.courier.start(find_driver_calls(), size, stream, arrived.data_ptr())
 
     def _open_costs(self, calibration: Calibration, costs: CostOverrides) -> None:
         has_workers, num_landing = self.lane is not None, self.layers.landing.num_experts

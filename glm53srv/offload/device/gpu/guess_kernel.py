@@ -120,6 +120,7 @@ def choose_experts(
     sources,
     targets,
     count,
+    gate,
     home,
     buffer,
     rows,
@@ -140,7 +141,8 @@ def choose_experts(
     is_open = present & (first == place) & (entry == ABSENT)
     is_before = is_open[None, :] & (place[None, :] < place[:, None])
     number = tl.sum(is_before.to(tl.int32), axis=1)
-    is_chosen = is_open & (number < num_ahead)
+    most = tl.minimum(tl.load(gate), num_ahead)
+    is_chosen = is_open & (number < most) & (tl.load(gate + 1) == 0)
     tl.store(experts + number, expert.to(tl.int64), mask=is_chosen)
     tl.store(sources + number, home + expert.to(tl.int64) * record_bytes, mask=is_chosen)
     tl.store(targets + number, buffer + number.to(tl.int64) * record_bytes, mask=is_chosen)
@@ -155,12 +157,13 @@ def launch_choice(
     record_bytes: int,
     fetches: Landing,
     experts: torch.Tensor,
+    gate: torch.Tensor,
 ) -> None:
     """Choose what is fetched of the experts that rows list, int64 (any, top_k), best first.
 
     slots: int32 (experts,), the row of the residency table of the layer that is guessed, home: the address of
     its first record. fetches: its buffers, whose lists are written. experts: int64 (fetches.num_experts,),
-    written as far as fetches.count says.
+    written as far as fetches.count says. gate: int32 (2,), at most so many, and none if the second is not 0.
     """
     top_k = lists.shape[1]
     choose_experts[(1,)](
@@ -170,6 +173,7 @@ def launch_choice(
         fetches.sources,
         fetches.targets,
         fetches.count,
+        gate,
         home,
         fetches.address,
         rows,

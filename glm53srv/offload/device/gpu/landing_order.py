@@ -78,7 +78,7 @@ def enqueue_copies(
         look_ahead.fetch_behind(layer, gathered)
     if shared is not None:
         main.wait_event(shared)
-    look_ahead.arrive()
+    look_ahead.arrive(layer)
 
 
 def _beside(streams: SideStreams, work: LayerWork) -> Any:

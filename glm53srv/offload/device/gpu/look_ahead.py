@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 import torch
 
+from glm53srv.offload.device.courier import Courier
 from glm53srv.offload.device.gpu.copy_kernel import USUAL, launch_gather
 from glm53srv.offload.device.gpu.guess_kernel import (
     launch_choice,
@@ -42,6 +43,12 @@ from glm53srv.offload.device.gpu.guess_kernel import (
     num_pieces,
 )
 from glm53srv.offload.device.gpu.launch import TOLD_WORDS, Ahead, Landing, RouterWeights, make_landing
+from glm53srv.offload.device.gpu.order_kernel import (
+    OrderRing,
+    launch_await,
+    launch_order,
+    make_order_ring,
+)
 from glm53srv.offload.geometry import ExpertGeometry
 from glm53srv.offload.look_ahead import MAX_AHEAD
 
@@ -121,9 +128,18 @@ class LookAhead:
     """
 
     def __init__(
-        self, model: GuessedModel, num_ahead: int, max_rows: int, device: torch.device, streams: SideStreams
+        self,
+        model: GuessedModel,
+        num_ahead: int,
+        max_rows: int,
+        device: torch.device,
+        streams: SideStreams,
+        courier: Courier | None = None,
     ) -> None:
-        """Allocate two sets of num_ahead buffers. Raises torch.OutOfMemoryError."""
+        """Allocate two sets of num_ahead buffers. Raises torch.OutOfMemoryError.
+
+        courier: has the copy engine fetch, in steps of any number of rows; None for a kernel.
+        """
         geometry = model.geometry
         self._model = model
         self._streams = streams
@@ -138,12 +154,17 @@ class LookAhead:
         shape = (max_rows, geometry.top_k)
         self._lists = torch.zeros(shape, dtype=torch.int64, device=device)
         self._imposed: torch.Tensor | None = None
+        self._gate = torch.tensor([MAX_AHEAD, 0], dtype=torch.int32, device=device)
+        self._allowed = MAX_AHEAD
+        self._ring = None if courier is None else make_order_ring(courier, 2, self._gate, device)
+        self._orders = self._ring  # None while a kernel fetches
+        self._max_rows = max_rows
+        self._kept: list[Any] = [None, None]  # events behind the last reader of each set
         self.copy_shape = USUAL
         self._num_across = num_ahead
         self._is_captured = False
         self.num_ahead = num_ahead
-        self.max_rows = MAX_ROWS
-        self.behind_experts = True  # when fetches begin, see landing_order.py
+        self.order_copies(True)
         self.is_on = True
         self._crossed = {
             layer: self._make_crossed() for layer, is_across in enumerate(model.across) if is_across
@@ -186,9 +207,35 @@ class LookAhead:
         finally:
             self._is_captured = False
 
+    @property
+    def arrived(self) -> torch.Tensor | None:
+        """Where the courier leaves the numbers of orders that are done; None without one."""
+        return None if self._ring is None else self._ring.arrived
+
     def begin_step(self, num_rows: int) -> None:
         """Guess the layers of a step of so many rows, if that pays: see MAX_ROWS."""
         self.is_on = num_rows <= self.max_rows
+
+    def order_copies(self, is_wanted: bool) -> None:
+        """Have the copy engine fetch from now on if there is a courier, or a kernel; before the next capture.
+
+        Copies by the engine are in no kernel's way: they begin behind a layer's own copies, and in steps of
+        any number of rows. A kernel's begin behind the layer's experts: see landing_order.py.
+        """
+        self._orders = self._ring if is_wanted else None
+        self.max_rows = MAX_ROWS if self._orders is None else self._max_rows
+        self.behind_experts = self._orders is None
+
+    def allow(self, is_wanted: bool) -> None:
+        """Let the next steps fetch, or not, also those that were captured."""
+        wanted = MAX_AHEAD if is_wanted else 0
+        if wanted != self._allowed:
+            self._allowed = wanted
+            self._gate[:1].fill_(wanted)
+
+    def open_gate(self) -> None:
+        """Let steps fetch again after a wait that took too long; no order may be on its way."""
+        self._gate[1:].zero_()
 
     def ahead_of(self, layer: int) -> Ahead | None:
         """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
@@ -216,13 +263,14 @@ class LookAhead:
                 model.record_bytes,
                 self._fetches_of(target),
                 self._experts[turn],
+                self._gate,
             )
         self._guessed = stream.record_event()
 
     def keep(self, layer: int) -> None:
         """Behind the plan of a layer: keep what of its fetched experts was right and found a slot."""
         self._arrived = None
-        if self.ahead_of(layer) is None:
+        if self.ahead_of(layer) is None or self._orders is not None:
             return
         stream = self._streams.fetches
         self._arrived = self._fetched
@@ -235,7 +283,12 @@ class LookAhead:
 
     def fetch_behind(self, layer: int, event: Any) -> None:
         """Fetch for the layer behind this one, once `event` has passed: this one's copies, or its experts."""
-        if self._router(layer + 1) is None or self._is_cut(layer + 1):
+        if self._router(layer + 1) is None:
+            return
+        if self._orders is not None:
+            self._order(layer + 1, event, self._orders)
+            return
+        if self._is_cut(layer + 1):
             return
         stream = self._streams.fetches
         stream.wait_event(self._guessed)
@@ -246,14 +299,16 @@ class LookAhead:
     def crossing(self, layer: int) -> Callable[[], None] | None:
         """Give what must be called in each step between the graph in front of a layer's attention and the
         attention; None for a layer that is not guessed across one."""
-        if self._router(layer) is None or not self._model.across[layer]:
+        if self._router(layer) is None or not self._model.across[layer] or self._orders is not None:
             return None
         return functools.partial(self._cross, layer)
 
-    def arrive(self) -> None:
+    def arrive(self, layer: int) -> None:
         """In front of a layer's experts: wait for those that were fetched for it."""
         if self._arrived is not None:
             self._streams.main().wait_event(self._arrived)
+        if self._orders is not None and self.ahead_of(layer) is not None:
+            self._await(layer, self._orders)
 
     def join(self, layer: int) -> None:
         """Behind a layer's experts: wait for the guess, and for the copies where a graph ends."""
@@ -262,6 +317,26 @@ class LookAhead:
             main.wait_event(self._guessed)
         if self.ahead_of(layer) is not None and (not is_guessed or self._is_cut(layer + 1)):
             main.wait_event(self._streams.fetches.record_event())
+            self._kept = [None, None]
+
+    def _order(self, layer: int, event: Any, orders: OrderRing) -> None:
+        """Order what was guessed for a layer, behind the event and the last reader of its buffers."""
+        stream, turn = self._streams.guesses, layer % 2
+        stream.wait_event(event)
+        if self._kept[turn] is not None:
+            stream.wait_event(self._kept[turn])
+        with self._streams.on(stream):
+            launch_order(self._fetches_of(layer), orders, turn)
+        self._guessed = stream.record_event()
+
+    def _await(self, layer: int, orders: OrderRing) -> None:
+        """Wait for what was ordered for a layer, and keep what of it was right."""
+        turn, stream = layer % 2, self._streams.fetches
+        launch_await(self._fetches_of(layer), orders, turn, self._model.record_bytes)
+        stream.wait_event(self._streams.main().record_event())
+        with self._streams.on(stream):
+            launch_gather(self._keeps[turn], self._model.record_bytes)
+        self._kept[turn] = stream.record_event()
 
     def _cross(self, layer: int) -> None:
         stream = self._streams.fetches
