@@ -44,10 +44,11 @@ class CopyEngine:
 
     def _copy(self, target: int, source: int, num_bytes: int, stream: int | None) -> int:
         self._free.wait()
-        if not self.error:
-            ctypes.memmove(target, source, num_bytes)
-            self.num_copies += 1
-        return self.error
+        if self.error:
+            return self.error
+        ctypes.memmove(target, source, num_bytes)
+        self.num_copies += 1
+        return 0
 
     def _mark(self, stream: int | None, address: int, value: int, flags: int) -> int:
         ctypes.c_uint32.from_address(address).value = value

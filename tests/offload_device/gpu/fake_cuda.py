@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.offload_device.copy_engine import STREAM
+
 
 class FakeDriver:
     """The package's extension, as far as memory is registered through it: that is done by saying so."""
@@ -39,8 +41,13 @@ class FakeEvent:
 class FakeStream:
     """Waits for nothing, since all is done."""
 
+    cuda_stream = STREAM
+
     def __init__(self, device: Any = None) -> None:
         self.device = device
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
     def wait_event(self, event: Any) -> None:
         assert event is not None

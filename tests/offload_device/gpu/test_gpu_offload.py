@@ -3,6 +3,7 @@ add up to equals the experts in place, whatever lies in slots, travels, is share
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,18 +17,22 @@ from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost import CostModel, CostOverrides, Mode
 from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.courier import Courier
 from glm53srv.offload.device.crew import CrewOptions
+from glm53srv.offload.device.gpu import gpu_offload, look_ahead
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory, LayerTables
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.landing_order import OwnLaunches
 from glm53srv.offload.device.gpu.launch import RouterWeights
+from glm53srv.offload.device.gpu.order_kernel import launch_await
 from glm53srv.offload.device.layout import Part, RecordLayout
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.elastic import LoanParams
 from glm53srv.offload.residency_params import ResidencyParams
 from glm53srv.offload.vram_plan import GIB, VramOptions, plan_vram
 from tests.offload_device.builders import random_arena
+from tests.offload_device.copy_engine import CopyEngine
 from tests.offload_device.gpu import fake_cuda
 from tests.offload_device.gpu.pointing import pointed_table
 
@@ -59,8 +64,17 @@ class Card:
     """An offload and the sparse layers around it. Their shared expert adds a formula."""
 
     def __init__(
-        self, arena: ExpertArena, pool: KernelPool, mode: Mode, *, ahead: int = 2, landing: int = 16
+        self,
+        arena: ExpertArena,
+        pool: KernelPool,
+        mode: Mode,
+        *,
+        ahead: int = 2,
+        landing: int = 16,
+        has_courier: bool = False,
     ) -> None:
+        """has_courier: its steps count as captured ones, since others do not fetch by it."""
+        self.has_courier = has_courier
         self.arena, self.pool, self.rng = arena, pool, np.random.default_rng(5)
         self.num_kept_ahead = 0
         self.guesses: list[list[int]] = []  # of each step: fetched, and right
@@ -98,7 +112,8 @@ class Card:
             stage_min_picks=64,
         )
         lane = None if mode == "exact" else self.hire()
-        self.offload = GpuOffload(memory, MAX_ROWS, options, lane, poisons=True)
+        courier = Courier(8, first_seq=2**31 - 9) if has_courier else None
+        self.offload = GpuOffload(memory, MAX_ROWS, options, lane, courier=courier, poisons=True)
         self.offload.start(Calibration(COSTS))
         self.least_bytes = self.offload.store.num_bytes
 
@@ -109,12 +124,15 @@ class Card:
     def decode(self, rows: int) -> None:
         """Run a step's layers and check each; the picks are the router's, mostly of one direction of x."""
         offload = self.offload
-        offload.begin_decode(rows, is_captured=False)
+        first_job = offload.begin_decode(rows, is_captured=self.has_courier)
+        if offload.lane is not None:
+            offload.lane.ring.first_seq.fill_(first_job)
         for layer in range(LAYERS):
             x = self.direction + 0.8 * self.rng.normal(size=(rows, HIDDEN))
             self._decode_layer(layer, x.astype(np.float16))
         told = offload.look_ahead.told.sum(0)[:2].tolist()
-        self.guesses.append(told if rows == 1 and offload.lane is not None else [0, 0])
+        is_guessed = self.has_courier or (rows == 1 and offload.lane is not None)
+        self.guesses.append(told if is_guessed else [0, 0])
         offload.end_decode(1.0)
         offload.finish_decode()
 
@@ -192,6 +210,97 @@ class Card:
 
 def _shared(x: np.ndarray) -> np.ndarray:
     return 0.5 * x.astype(np.float32)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyEngine]:
+    """A copy engine for couriers."""
+    made = CopyEngine()
+    monkeypatch.setattr(gpu_offload, "find_driver_calls", made.calls)
+    yield made
+    made.release()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_experts_come_by_the_copy_engine_in_both_modes_and_for_several_rows(
+    experts: ExpertArena, pool: KernelPool, engine: CopyEngine, mode: Mode
+) -> None:
+    card = Card(experts, pool, mode, has_courier=True)
+    offload = card.offload
+    try:
+        for step in range(10):
+            card.decode(rows=(1, 3, 1, 2)[step % 4])
+            if step == 4:
+                card.prefill(40)
+        card.check_slots()
+        counts = offload.counts.frozen()
+    finally:
+        offload.close()
+    read = np.sum(card.guesses[:-1], axis=0).tolist()
+    assert [counts.num_guessed, counts.num_guessed_right] == read
+    assert counts.num_guessed_right > 5
+    if mode == "fast":  # in exact mode here the first layer takes all offers
+        assert card.num_kept_ahead > 0
+    assert engine.num_copies == sum(fetched for fetched, _ in card.guesses)
+
+
+def test_a_step_that_is_not_captured_orders_nothing(
+    experts: ExpertArena, pool: KernelPool, engine: CopyEngine
+) -> None:
+    card = Card(experts, pool, "fast", has_courier=True)
+    try:
+        card.has_courier = False
+        card.decode(1)
+        assert engine.num_copies == 0
+        card.has_courier = True
+        card.decode(1)
+        assert engine.num_copies > 0
+    finally:
+        card.offload.close()
+
+
+def test_a_copy_engine_that_is_late_costs_no_step_its_sums_and_is_used_again(
+    experts: ExpertArena,
+    pool: KernelPool,
+    engine: CopyEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(look_ahead, "launch_await", functools.partial(launch_await, most_polls=50))
+    monkeypatch.setattr(fake_cuda.FakeStream, "synchronize", lambda stream: engine.release())
+    card = Card(experts, pool, "fast", has_courier=True)
+    try:
+        engine.hold()
+        card.decode(1)  # checks its sums
+        assert [record.levelname for record in caplog.records if "late" in record.message] == ["WARNING"]
+        num_before = engine.num_copies
+        monkeypatch.setattr(look_ahead, "launch_await", launch_await)
+        for _ in range(3):
+            card.decode(1)
+        assert engine.num_copies > num_before + 4
+        card.check_slots()
+    finally:
+        engine.release()
+        card.offload.close()
+
+
+def test_a_driver_that_refuses_fails_the_step(
+    experts: ExpertArena, pool: KernelPool, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look_ahead, "launch_await", functools.partial(launch_await, most_polls=50))
+    card = Card(experts, pool, "fast", has_courier=True)
+    try:
+        engine.error = 719
+
+        def decode() -> None:  # a step copies by itself what does not come
+            for _ in range(20):
+                card.decode(1)
+
+        with pytest.raises(EngineError, match="error 719"):
+            decode()
+    finally:
+        card.offload.close()
 
 
 @pytest.mark.timeout(900)

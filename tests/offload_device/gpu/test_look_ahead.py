@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from glm53srv.offload.device.arena import ExpertArena
+from glm53srv.offload.device.courier import Courier
+from glm53srv.offload.device.gpu import look_ahead
 from glm53srv.offload.device.gpu.copy_kernel import launch_gather
 from glm53srv.offload.device.gpu.landing_order import LayerWork, enqueue_copies
 from glm53srv.offload.device.gpu.launch import (
@@ -25,11 +28,13 @@ from glm53srv.offload.device.gpu.launch import (
     make_landing,
 )
 from glm53srv.offload.device.gpu.look_ahead import MAX_ROWS, GuessedModel, LookAhead, SideStreams
+from glm53srv.offload.device.gpu.order_kernel import launch_await
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.region import Region
 from glm53srv.offload.look_ahead import choose_guesses, list_guesses
 from glm53srv.offload.offers import RING_SLOTS, Offers
 from glm53srv.offload.split import Lane
+from tests.offload_device.copy_engine import STREAM, CopyEngine
 
 NUM_LAYERS = 8
 CUTS = (0, 3, 6)  # layers that follow no other in one graph
@@ -99,6 +104,8 @@ class Schedule:
             and f"keep {self.layer}" not in self.before
         ):
             work = f"keep {self.layer}"
+        if stream is self.guesses and work in self.before:
+            work = f"order {self.layer + 1}"
         yield
         self.run(stream, work)
 
@@ -115,6 +122,7 @@ class Stack:
         *,
         runs_hits_first: bool = False,
         crosses: bool = False,
+        courier: Courier | None = None,
     ) -> None:
         unguessed = CUTS[:1] if crosses else CUTS
         self.arena, self.schedule, self.rows = arena, Schedule(unguessed=unguessed), rows
@@ -146,7 +154,7 @@ class Stack:
         )
         model = GuessedModel(geometry, size, routers, across, self.slots, homes)
         device = torch.device("cpu")
-        self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams())
+        self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams(), courier)
         self.landed = torch.zeros((16, size), dtype=torch.uint8)
         self.landing = make_landing(self.landed)
         self.head = torch.zeros(1, dtype=torch.int32)
@@ -442,3 +450,78 @@ def test_a_limit_holds_for_each_layer(arena: ExpertArena) -> None:
     assert stack.ahead.told[:3, 0].tolist() == [0, 2, 2]
     stack.ahead.limit(0)
     assert not stack.ahead.told.any()  # or the last step's would be counted again and again
+
+
+@pytest.fixture
+def courier() -> Iterator[Courier]:
+    made = Courier(16)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("runs_hits_first", [False, True])
+def test_orders_to_the_copy_engine_wait_for_who_reads_what_they_overwrite(
+    arena: ExpertArena, courier: Courier, runs_hits_first: bool
+) -> None:
+    engine = CopyEngine()
+    stack = Stack(arena, 2, seed=1, rows=3, runs_hits_first=runs_hits_first, crosses=True, courier=courier)
+    assert stack.ahead.arrived is not None
+    size, arrived = arena.layout.record_bytes, stack.ahead.arrived.data_ptr()
+    courier.start(engine.calls(), size, STREAM, arrived)
+    with stack.ahead.captured():
+        before = run_layers(stack).before  # checks every expert's bytes
+    guessed = range(1, NUM_LAYERS)
+    assert engine.num_copies == 2 * len(guessed)
+    assert {work.split()[0] for work in before} >= {"order", "keep"}
+    assert not any(work.startswith("fetch") for work in before)
+    for layer in guessed:
+        order = before[f"order {layer}"]
+        assert {f"guess {layer}", f"gather {layer - 1}"} <= order
+        if layer >= 2:  # the same set of buffers
+            assert f"experts {layer - 2}" in order
+        if layer >= 3:
+            assert f"keep {layer - 2}" in order
+        assert f"plan {layer}" in before[f"keep {layer}"]
+        assert stack.ahead.crossing(layer) is None
+
+
+def test_behind_a_late_copy_nothing_is_ordered_until_the_gate_is_open(
+    arena: ExpertArena, courier: Courier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = CopyEngine()
+    stack = Stack(arena, 1, seed=1, rows=1, courier=courier)
+    assert stack.ahead.arrived is not None
+    courier.start(engine.calls(), arena.layout.record_bytes, STREAM, stack.ahead.arrived.data_ptr())
+    with monkeypatch.context() as patch:
+        patch.setattr(look_ahead, "launch_await", functools.partial(launch_await, most_polls=20))
+        engine.hold()
+        run_layers(stack)  # checks every expert's bytes
+    told = stack.ahead.told[:, 0].tolist()
+    assert told[1:3] == [1, 1]  # layer 2 was guessed before layer 1 had waited
+    assert told[3:] == [0] * (NUM_LAYERS - 3)
+    assert courier.take_late()
+    engine.release()
+    stack.ahead.open_gate()
+    run_layers(stack)
+    assert stack.ahead.told[4, 0] == 1
+
+
+def test_a_courier_may_be_left_out_and_asked_again(arena: ExpertArena, courier: Courier) -> None:
+    stack = Stack(arena, 1, seed=1, rows=1, courier=courier)
+    assert not stack.ahead.behind_experts
+    stack.ahead.order_copies(False)
+    assert (stack.ahead.behind_experts, stack.ahead.max_rows) == (True, MAX_ROWS)
+    run_layers(stack)
+    assert any(work.startswith("fetch") for work in stack.schedule.before)
+    stack.ahead.order_copies(True)
+    assert (stack.ahead.behind_experts, stack.ahead.max_rows) == (False, 4)
+
+
+def test_steps_that_may_not_fetch_guess_nothing(arena: ExpertArena) -> None:
+    stack = Stack(arena, 2, seed=1, rows=1)
+    stack.ahead.allow(False)
+    run_layers(stack)
+    assert stack.ahead.told[:, 0].tolist() == [0] * NUM_LAYERS
+    stack.ahead.allow(True)
+    run_layers(stack)
+    assert stack.ahead.told[1, 0] == 2
