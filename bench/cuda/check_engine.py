@@ -324,6 +324,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ct-prefill", type=int, default=0, help="let the CPU help prompt chunks of so many tokens, unstaged"
     )
+    parser.add_argument(
+        "--ahead-by", choices=("kernel", "engine"), default="kernel", help="as that of serve: --ec-ahead-by"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     given = parser.parse_args(argv)
     offload = OffloadOptions(
@@ -335,6 +338,7 @@ def main(argv: list[str] | None = None) -> int:
         crew_threads=4,
         stage_min_picks=10**9 if given.ct_prefill else 64,
         cpu_prefill_tokens=given.ct_prefill,
+        orders_copies=given.ahead_by == "engine",
     )
     options = CudaOptions(
         offload,

@@ -22,6 +22,15 @@ A step is captured into graphs that end at each latent attention (engine/cuda/gr
 waits for all of it. A layer behind such a place is guessed in the graph in front, but fetched between the
 graphs, beside the attention, by a launch of its own: cross(). The graph behind waits for that by an event
 from outside.
+
+With a courier (offload/device/courier.py) the copy engine fetches. What it copies is in no stream's order:
+
+    main stream    plan l   gather l   await l   experts l     attention ..   plan l+1   gather l+1   await l+1
+    guesses            `- guess l+1 -- order l+1 (behind gather l, and keep l-1)
+    fetches                                  `--- keep l
+
+    order l+1 waits for guess l+1, for gather l, and for who reads the same buffers: experts l-1, keep l-1
+    keep l waits for await l: its expert must be whole
 """
 
 from __future__ import annotations
