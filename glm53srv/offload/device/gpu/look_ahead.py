@@ -25,7 +25,7 @@ from outside.
 
 With a courier (offload/device/courier.py) the copy engine fetches. What it copies is in no stream's order:
 
-    main stream    plan l   gather l   await l   experts l     attention ..   plan l+1   gather l+1   await l+1
+    main stream    plan l   gather l   await l   experts l     attention ..   plan l+1   gather l+1
     guesses            `- guess l+1 -- order l+1 (behind gather l, and keep l-1)
     fetches                                  `--- keep l
 
