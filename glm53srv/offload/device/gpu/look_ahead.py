@@ -211,6 +211,7 @@ class LookAhead:
     def captured(self) -> Iterator[None]:
         """Let what is enqueued inside be captured into graphs that are cut at latent attentions."""
         self._is_captured = True
+        self._kept = [None, None]  # a capture cannot wait for what was enqueued outside
         try:
             yield
         finally:
