@@ -90,6 +90,37 @@ def test_a_parked_courier_wakes_by_its_bell_and_by_itself() -> None:
         office.courier.close()
 
 
+@pytest.mark.parametrize("first_seq", [1, 2**32 - 2])
+def test_it_catches_up_with_orders_that_it_has_not_looked_at(first_seq: int) -> None:
+    office = Office(first_seq, poll_us=0)
+    try:
+        time.sleep(0.05)  # it parks
+        newest = [office.post([record]) for record in (5, 6, 7)][-1]
+        signed = newest - (1 << 32 if newest >> 31 else 0)  # as int32 on the device has it
+        office.courier.catch_up(signed)
+        assert office.engine.num_copies == 3
+        office.courier.catch_up(signed)  # nothing new
+        np.testing.assert_array_equal(office.buffers[0], office.records[7])
+    finally:
+        office.courier.close()
+
+
+def test_one_that_does_not_catch_up_is_an_error(office: Office) -> None:
+    office.engine.hold()
+    try:
+        with pytest.raises(EngineError, match="did not come within 0 s"):
+            office.courier.catch_up(office.post([1]), timeout_s=0.05)
+    finally:
+        office.engine.release()
+
+
+def test_a_refusal_is_said_while_it_is_waited_for(office: Office) -> None:
+    office.engine.error = 700
+    newest = [office.post([1]), office.post([2])][-1]
+    with pytest.raises(EngineError, match="error 700"):
+        office.courier.catch_up(newest)
+
+
 def test_an_error_of_the_driver_ends_it_and_is_said(office: Office) -> None:
     office.wait(office.post([1]))
     office.engine.error = 700

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,10 @@ from glm53srv.offload.device.region import Region
 MOST_COPIES = 4
 """Of one order."""
 CELL_BYTES = 128
-POLL_US = 2000
-"""As the crew's: longer than the gap between two layers of a step, shorter than that between two requests."""
+POLL_US = 200_000
+"""Longer than from a ring to the step's first order, which may be behind a whole chunk of a prompt: one that
+parks before looks again only after 100 ms, and with 2 ms most orders after a pause were late (H200)."""
+CATCH_UP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,17 @@ class Courier:
         late = self.region.array()[self.num_cells * CELL_BYTES :][:4].view(np.int32)
         was_late, late[0] = bool(late[0]), 0
         return was_late
+
+    def catch_up(self, newest: int, timeout_s: float = CATCH_UP_S) -> None:
+        """Wait until it has handed all orders up to this number, 32 bits, to the driver. Raises
+        EngineError."""
+        end = time.monotonic() + timeout_s
+        self.ring()
+        while (newest + 1 - self.first_seq - self.stats().num_orders) & 0xFFFFFFFF:
+            self.check()
+            if time.monotonic() > end:
+                raise EngineError(f"experts fetched ahead did not come within {timeout_s:.0f} s")
+            time.sleep(0.0002)
 
     def stats(self) -> CourierStats:
         """Count."""

@@ -268,12 +268,23 @@ def test_a_copy_engine_that_is_late_costs_no_step_its_sums_and_is_used_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(look_ahead, "launch_await", functools.partial(launch_await, most_polls=50))
-    monkeypatch.setattr(fake_cuda.FakeStream, "synchronize", lambda stream: engine.release())
+    catch_up = Courier.catch_up
+
+    def release_and_catch_up(courier: Courier, newest: int) -> None:
+        engine.release()
+        catch_up(courier, newest)
+        posted.append((newest, courier.stats().num_orders))
+
+    posted: list[tuple[int, int]] = []
+    monkeypatch.setattr(Courier, "catch_up", release_and_catch_up)
     card = Card(experts, pool, "fast", has_courier=True)
     try:
         engine.hold()
         card.decode(1)  # checks its sums
         assert [record.levelname for record in caplog.records if "late" in record.message] == ["WARNING"]
+        [(newest, num_handed)] = posted
+        assert card.offload.courier is not None
+        assert newest - card.offload.courier.first_seq + 1 == num_handed > 0
         num_before = engine.num_copies
         monkeypatch.setattr(look_ahead, "launch_await", launch_await)
         for _ in range(3):

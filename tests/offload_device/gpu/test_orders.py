@@ -84,3 +84,12 @@ def test_who_waits_too_long_copies_by_himself_and_closes_the_gate(office: Office
     office.engine.release()
     office.arrive(1)  # the ordered copies come in the end, with the same bytes
     office.check(1, [4, 9])
+
+
+def test_a_layer_without_an_order_does_not_wait_for_another_one_s(office: Office) -> None:
+    office.engine.hold()
+    office.order(0, [3])
+    office.order(1, [])
+    office.arrive(1, most_polls=0)
+    assert office.gate.tolist() == [4, 0]
+    assert not office.courier.take_late()

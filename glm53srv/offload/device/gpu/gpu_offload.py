@@ -261,6 +261,8 @@ class GpuOffload:
         if self.courier is not None and self._errands is not None:
             self.courier.check()
             if self.courier.take_late():
+                # Also orders that it has not looked at: their copies would spoil what is fetched next.
+                self.courier.catch_up(self.look_ahead.newest_order())
                 self._errands.synchronize()
                 self.look_ahead.open_gate()
                 logger.warning("experts fetched ahead were late; the step has copied them itself")

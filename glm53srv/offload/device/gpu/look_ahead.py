@@ -222,6 +222,10 @@ class LookAhead:
         """Where the courier leaves the numbers of orders that are done; None without one."""
         return None if self._ring is None else self._ring.arrived
 
+    def newest_order(self) -> int:
+        """Read the number of the newest order to the courier; no step may run."""
+        return 0 if self._ring is None else int(self._ring.newest.item())
+
     def begin_step(self, num_rows: int) -> None:
         """Guess the layers of a step of so many rows, if that pays: see MAX_ROWS."""
         self.is_on = num_rows <= self.max_rows

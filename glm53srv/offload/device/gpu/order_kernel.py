@@ -102,8 +102,10 @@ def await_order(
     most_polls: tl.constexpr,
 ):
     """See launch_await."""
+    # With nothing ordered for this layer the number is an earlier order's, which is none of its concern.
+    number = tl.load(count)
     wanted = tl.load(expected + turn)
-    missing = wanted - tl.load(arrived, volatile=True)
+    missing = tl.where(number > 0, wanted - tl.load(arrived, volatile=True), 0)
     polls = 0
     while (missing > 0) & (polls < most_polls):
         missing = wanted - tl.load(arrived, volatile=True)
@@ -112,7 +114,7 @@ def await_order(
         tl.store(gate + 1, 1)
         tl.store(late.to(tl.pointer_type(tl.int32)), 1)
         pieces_per_copy: tl.constexpr = (words + items - 1) // items
-        for piece in range(tl.program_id(0), tl.load(count) * pieces_per_copy, num_programs):
+        for piece in range(tl.program_id(0), number * pieces_per_copy, num_programs):
             copy = piece // pieces_per_copy
             source = tl.load(sources + copy).to(tl.pointer_type(tl.int64))
             target = tl.load(targets + copy).to(tl.pointer_type(tl.int64))
