@@ -1,7 +1,7 @@
 """A sparse layer of the package whose experts live in the offload: three seams, methods or attributes.
 
 forward             begin_layer before the router, end_layer behind the experts        prefill
-routing_fn          plan_layer behind the router: it may zero weights; land_layer      decode
+routing_fn          begin_router; plan_layer behind it: may zero weights; land_layer   decode
 cpu_split_combine   called behind the experts: what others computed is added           decode
 
 In a decode layer the shared expert runs beside the copies on which routed ones wait, and in fast mode those
@@ -105,6 +105,8 @@ def make_offloaded_class(base: Any) -> type[Any]:
             return sums
 
         def _plan_behind_router(self, rows: int, config: Any, z: Any, params: dict[str, Any]) -> Any:
+            if self.offload is not None:
+                self.offload.begin_router()
             picks, weights = self._stock_routing(rows, config, z, params)
             if self.offload is not None:
                 self.offload.plan_layer(self.sparse_layer, z, picks, weights)

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
+from glm53srv.offload.device.gpu.combine_kernel import WARPS as COMBINE_WARPS
 from glm53srv.offload.device.gpu.combine_kernel import add_partial
 from glm53srv.offload.device.gpu.copy_kernel import NO_CUT, USUAL, gather_experts
 from glm53srv.offload.device.gpu.guess_kernel import (
@@ -258,6 +259,8 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     ),
 }
 
+OPTIONS = {"add_partial": {"num_warps": COMBINE_WARPS}}
+
 
 def main(architecture: int) -> None:
     """Compile and print; raises what the compiler raises."""
@@ -271,7 +274,8 @@ def main(architecture: int) -> None:
             for argument, kind in signature.items()
             if kind.startswith("*")
         }
-        compiled = triton.compile(ASTSource(kernel, full, constants, pointers), target=target)
+        source, options = ASTSource(kernel, full, constants, pointers), OPTIONS.get(name)
+        compiled = triton.compile(source, target=target, options=options)
         ptx = compiled.asm["ptx"]
         stated = re.search(r"^\.target (sm_\d+)", ptx, re.MULTILINE)
         found[name] = {

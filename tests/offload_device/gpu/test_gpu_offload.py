@@ -143,6 +143,7 @@ class Card:
         weights = torch.from_numpy(self.rng.uniform(0.1, 1.0, picks.shape).astype(np.float16))
         expected = self._in_place(layer, x, picks, weights) + _shared(x)
         offload.begin_layer(layer)
+        offload.begin_router()
         offload.plan_layer(layer, own, picks, weights)
 
         shared: list[np.ndarray] = []

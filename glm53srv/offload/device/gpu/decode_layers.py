@@ -56,7 +56,8 @@ class DecodeLayers:
         self.copy_shape = USUAL
         self._may_split = memory.is_split and lane is not None
         self.is_split = self._may_split
-        self._planned: Any = None  # an event of the layer that runs
+        self._ready: Any = None  # events of the layer that runs
+        self._planned: Any = None
         # Slices made once, as in the buffers.
         self.slot_rows = [store.device_table[layer] for layer in range(geometry.num_layers)]
         self._streams = make_side_streams(device)
@@ -86,6 +87,10 @@ class DecodeLayers:
         places = (layout.record_bytes, layout.offsets[1], layout.offsets[2])
         outputs, own_scales = self.buffers.outputs(0, layer), self.tables[layer].own_scales
         launch_point(slots, self._store.addresses, outputs, own_scales, self.home(layer), places)
+
+    def begin_router(self) -> None:
+        """Note that a layer's router has its input."""
+        self._ready = self._streams.main().record_event()
 
     def plan(self, layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
         """Plan a layer behind its router; picks and weights may be changed."""
@@ -122,7 +127,7 @@ class DecodeLayers:
             assert own is not None, "the plan left experts in VRAM to a launch that the layer does not have"
             run_hits = functools.partial(self._run_hits, own, weights)
         run_shared = None if own is None else own.shared
-        work = LayerWork(self._planned, x, self.gather, run_hits, run_shared)
+        work = LayerWork(self._planned, self._ready, x, self.gather, run_hits, run_shared)
         enqueue_copies(self._streams, self.look_ahead, layer, work)
 
     def gather(self) -> None:

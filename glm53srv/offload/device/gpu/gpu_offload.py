@@ -289,6 +289,11 @@ class GpuOffload:
             slots = self._reader.pin(self._loan.staged.begin_layer(layer))
         self.layers.point(layer, slots)
 
+    def begin_router(self) -> None:
+        """Note that a layer's router has its input, from which the next layer is guessed."""
+        if self.is_decoding:
+            self.layers.begin_router()
+
     def plan_layer(self, layer: int, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
         """Plan a layer behind its router: decode, or a short prompt's. picks and weights may be changed."""
         if self.is_decoding:

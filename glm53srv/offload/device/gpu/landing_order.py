@@ -33,13 +33,15 @@ class OwnLaunches:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """planned: an event behind the layer's plan. x: float16 (rows, hidden), its router's input.
+    """planned: an event behind the layer's plan. x: float16 (rows, hidden), its router's input; ready: an
+    event behind that.
 
     gather: enqueues the layer's copies. run_hits: the experts in VRAM, None if they go with the others.
     run_shared: the shared expert, None if it goes with them.
     """
 
     planned: Any
+    ready: Any
     x: torch.Tensor
     gather: Callable[[], None]
     run_hits: Callable[[], None] | None
@@ -59,10 +61,10 @@ def enqueue_copies(
     """
     main, shared = streams.main(), None
     if work.run_hits is None:
-        look_ahead.guess(layer, work.x, work.planned)
+        look_ahead.guess(layer, work.x, work.ready)
         work.gather()
         shared = _beside(streams, work)
-        look_ahead.keep(layer)
+        look_ahead.keep(layer, work.planned)
         gathered = main.record_event()
     else:
         streams.landings.wait_event(work.planned)
@@ -71,8 +73,8 @@ def enqueue_copies(
         gathered = streams.landings.record_event()
         work.run_hits()
         shared = _beside(streams, work)
-        look_ahead.guess(layer, work.x, work.planned)
-        look_ahead.keep(layer)
+        look_ahead.guess(layer, work.x, work.ready)
+        look_ahead.keep(layer, work.planned)
         main.wait_event(gathered)
     if not look_ahead.behind_experts:
         look_ahead.fetch_behind(layer, gathered)

@@ -1,9 +1,9 @@
 """Experts on their way before their layer is planned: guesses, copies beside the attention, and who waits.
 
-    main stream    plan l   gather l   experts l     attention ..   plan l+1   gather l+1   experts l+1
-    guesses            `- guess l+1 --- | ---'(joined)
-    fetches                             `--- fetch l+1 -----------------------------'(joined)
-                                                                        `--- keep l+1
+    main      router l   plan l   gather l   experts l   attention ..   plan l+1   gather l+1   experts l+1
+    guesses `- guess l+1 ------------------ | --'(joined)
+    fetches                                 `--- fetch l+1 -----------------------------'(joined)
+                                                                            `--- keep l+1
 
     who waits        for                what would go wrong without
     fetch l+1        guess l+1          lists that are half written
@@ -25,9 +25,9 @@ from outside.
 
 With a courier (offload/device/courier.py) the copy engine fetches. What it copies is in no stream's order:
 
-    main stream    plan l   gather l   await l   experts l     attention ..   plan l+1   gather l+1
-    guesses            `- guess l+1 -- order l+1 (behind gather l, and keep l-1)
-    fetches                                  `--- keep l
+    main      router l   plan l   gather l   await l   experts l   attention ..   plan l+1   gather l+1
+    guesses `- guess l+1 ---------------- order l+1 (behind gather l, and keep l-1)
+    fetches                                        `--- keep l
 
     order l+1 waits for guess l+1, for gather l, and for who reads the same buffers: experts l-1, keep l-1
     keep l waits for await l: its expert must be whole
@@ -179,8 +179,7 @@ class LookAhead:
             layer: self._make_crossed() for layer, is_across in enumerate(model.across) if is_across
         }
         self._aheads = [self._make(layer) for layer in range(geometry.num_layers)]
-        self._planned: Any = None  # events of the layer that runs, and of what is on its way to the next
-        self._arrived: Any = None
+        self._arrived: Any = None  # events of what is on its way to the layer that runs, and to the next
         self._guessed: Any = None
         self._fetched: Any = None
 
@@ -255,16 +254,15 @@ class LookAhead:
         """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
         return self._aheads[layer] if self.is_on else None
 
-    def guess(self, layer: int, x: torch.Tensor, planned: Any) -> None:
-        """Behind the plan of a layer, the event `planned`: guess the next one from this one's router's input,
-        float16 (rows, hidden)."""
-        self._planned = planned
+    def guess(self, layer: int, x: torch.Tensor, ready: Any) -> None:
+        """Guess the layer behind this one from its router's input, float16 (rows, hidden), of the event
+        `ready`; enqueued behind this one's plan."""
         target = layer + 1
         router = self._router(target)
         if router is None:
             return
         stream, model, lists, turn = self._streams.guesses, self._model, self._lists, target % 2
-        stream.wait_event(self._planned)
+        stream.wait_event(ready)
         with self._streams.on(stream):
             launch_scores(x, router, self._sums)
             launch_lists(self._sums, router.bias, lists, len(x))
@@ -281,14 +279,15 @@ class LookAhead:
             )
         self._guessed = stream.record_event()
 
-    def keep(self, layer: int) -> None:
-        """Behind the plan of a layer: keep what of its fetched experts was right and found a slot."""
+    def keep(self, layer: int, planned: Any) -> None:
+        """Behind the plan of a layer, the event `planned`: keep what of its fetched experts was right and
+        found a slot."""
         self._arrived = None
         if self.ahead_of(layer) is None or self._orders is not None:
             return
         stream = self._streams.fetches
         self._arrived = self._fetched
-        stream.wait_event(self._planned)
+        stream.wait_event(planned)
         if self._is_cut(layer):
             self._arrived = self._crossed[layer]
             stream.wait_event(self._arrived)

@@ -67,6 +67,9 @@ class Offload:
     def begin_layer(self, layer: int) -> None:
         self.told.append(("begin", layer))
 
+    def begin_router(self) -> None:
+        self.told.append("router begins")
+
     def plan_layer(self, layer: int, x: Any, picks: Any, weights: Any) -> None:
         self.told.append(("plan", layer, x, picks, weights))
 
@@ -154,6 +157,7 @@ def test_the_seams_are_called_in_the_order_of_a_layer() -> None:
     assert y == "y of b"
     assert told == [
         ("begin", 1),
+        "router begins",
         ("router", 3, "config", "x", {}),
         ("plan", 1, "x", "picks", "weights"),
         ("land", 1, "x"),
@@ -256,4 +260,4 @@ def test_a_layer_without_launches_keeps_the_packages_call(extension: str | None)
     x = torch.ones((2, HIDDEN)).half()
     layer.forward(x, {})
     torch.testing.assert_close(layer.offload.total, layer.layer.whole(x, PICKS[:2], WEIGHTS[:2]))
-    assert layer.offload.told == [("begin", 0), ("own", False), ("end", 0)]
+    assert layer.offload.told == [("begin", 0), "router begins", ("own", False), ("end", 0)]
