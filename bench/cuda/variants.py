@@ -16,6 +16,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
     late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
     engine=N               1: the copy engine fetches them, if the start had --ahead-by engine; 0: a kernel
+    byrow=N                1: attention of several rows row by row, 0: in one call; as of the mode by default
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
@@ -71,6 +72,7 @@ NUMBERS = {
     "late": 0,
     "engine": 0,
     "gates": 0,
+    "byrow": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 SHAPES = {"copies": USUAL, "beside": USUAL}
@@ -142,6 +144,7 @@ class Bench:
         self.options, self.engine, self.model = options, engine, model
         self.driver = Driver(engine, routes=routes)
         self._landing, self._ahead = engine.offload.layers.landing, engine.offload.look_ahead.num_ahead
+        self._by_row = engine.by_row
 
     def apply(self, variant: Variant) -> None:
         """Set everything as the variant says, what it does not name as at the start."""
@@ -158,6 +161,7 @@ class Bench:
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
         if "late" in numbers:
             offload.look_ahead.behind_experts = numbers["late"] > 0
+        engine.by_row = numbers.get("byrow", int(self._by_row)) > 0
         self.model.gates.is_on = numbers.get("gates", 1) > 0
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))

@@ -97,6 +97,7 @@ class CudaEngine:
         self._watchdog = DeviceWatchdog()
         self._failed: dict[int, str] = {}  # slots whose prompt outgrew the card, and what is said of them
         self._step_ms = FIRST_STEP_MS
+        self.by_row = options.mode == "fast"  # see graphs.py; counts from the next capture on
 
     @classmethod
     def load(
@@ -187,9 +188,8 @@ class CudaEngine:
         """Capture decode steps of each width, behind warm_up's shapes; again if what they launch is other."""
         require(not self._book.slots, "capture while sequences run")
         if self._options.graphs:
-            by_row = self._options.mode == "fast"
             with torch.inference_mode():
-                capture_every_width(self._model, self._offload, self._limits, by_row=by_row)
+                capture_every_width(self._model, self._offload, self._limits, by_row=self.by_row)
 
     def change_workers(self, crew_isa: str, crew_threads: int | None, costs: CostOverrides) -> None:
         """Start other CPU workers and begin with the start's costs again; capture() must follow.

@@ -104,6 +104,7 @@ class GpuOffload:
         self._report: OffloadReport | None = None
         self.courier = courier
         self._errands = None if courier is None else torch.cuda.Stream(device)
+        self._was_late = False
         self._logs = HostLogs(buffers.log, buffers.lanes, buffers.counts, self.look_ahead.told)
 
     @property
@@ -265,7 +266,7 @@ class GpuOffload:
                 self.courier.catch_up(self.look_ahead.newest_order())
                 self._errands.synchronize()
                 self.look_ahead.open_gate()
-                logger.warning("experts fetched ahead were late; the step has copied them itself")
+                self._say_late()
 
     def close(self) -> None:
         """Save the heat and free everything; the device must be idle. Idempotent."""
@@ -333,6 +334,12 @@ class GpuOffload:
         if self.courier is not None and self._errands is not None and arrived is not None:
             size, stream = self.arena.layout.record_bytes, self._errands.cuda_stream
             self.courier.start(find_driver_calls(), size, stream, arrived.data_ptr())
+
+    def _say_late(self) -> None:
+        """Tell of the first time aloud: a kernel that is loaded meanwhile may hold the driver up."""
+        level = logging.DEBUG if self._was_late else logging.WARNING
+        self._was_late = True
+        logger.log(level, "experts fetched ahead were late; the step has copied them itself")
 
     def _open_costs(self, calibration: Calibration, costs: CostOverrides) -> None:
         has_workers, num_landing = self.lane is not None, self.layers.landing.num_experts
