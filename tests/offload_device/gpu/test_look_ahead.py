@@ -409,7 +409,12 @@ def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:
 
 
 def test_behind_a_latent_attention_as_many_are_fetched_unless_told_otherwise(arena: ExpertArena) -> None:
-    for limits, expected in (((3,), [0, 3, 3, 3, 3]), ((3, 1), [0, 3, 3, 1, 3]), ((1, 0), [0, 1, 1, 0, 1])):
+    for limits, expected in (
+        ((3,), [0, 3, 3, 3, 3]),
+        ((3, 1), [0, 3, 3, 1, 3]),
+        ((1, 0), [0, 1, 1, 0, 1]),
+        ((1, 5), [0, 1, 1, 3, 1]),
+    ):
         stack = Stack(arena, 3, seed=2, rows=1, crosses=True)
         stack.ahead.limit(*limits)
         for layer in range(5):

@@ -190,10 +190,6 @@ class LookAhead:
         captured before do as before; no step may run.
         """
         self.num_ahead = num_ahead
-        self._fetches = [
-            replace(fetches, num_experts=min(num_ahead, len(buffers)))
-            for fetches, buffers in zip(self._fetches, self._buffers, strict=True)
-        ]
         self._num_across = num_ahead if num_across is None else num_across
         self._aheads = [self._make(layer) for layer in range(len(self.told))]
         self.told.zero_()  # a layer that is not guessed any more tells nothing
@@ -363,10 +359,9 @@ class LookAhead:
 
     def _fetches_of(self, layer: int) -> Landing:
         """Give a layer's buffers, as many as it may use."""
+        limit = self._num_across if self._model.across[layer] else self.num_ahead
         fetches = self._fetches[layer % 2]
-        if not self._model.across[layer]:
-            return fetches
-        return replace(fetches, num_experts=min(self._num_across, fetches.num_experts))
+        return replace(fetches, num_experts=min(limit, fetches.num_experts))
 
     def _is_cut(self, layer: int) -> bool:
         """Tell whether a graph ends between a layer and the one in front; only while graphs are captured."""
