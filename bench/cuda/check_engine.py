@@ -31,6 +31,7 @@ from glm53srv.engine.sampler import SamplerBank
 from glm53srv.machine import read_machine
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.look_ahead import NUM_AHEAD
 from glm53srv.offload.vram_plan import VramOptions
 from glm53srv.request import SamplingParams
 
@@ -327,11 +328,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ahead-by", choices=("kernel", "engine"), default="kernel", help="as that of serve: --ec-ahead-by"
     )
+    parser.add_argument("--ahead", type=int, default=NUM_AHEAD, help="experts fetched ahead of their layer")
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     given = parser.parse_args(argv)
     offload = OffloadOptions(
         mode=given.mode,
-        vram=VramOptions(max_slots=given.slots),
+        vram=VramOptions(max_slots=given.slots, ahead=given.ahead),
         chunk_slots=max(1, given.slots // 8),
         # Both lanes busy in fast mode: the CPU takes about half of the misses.
         costs=CostOverrides(0.0, 0.4, 0.4) if given.mode == "fast" else CostOverrides(),

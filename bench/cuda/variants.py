@@ -17,6 +17,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
     engine=N               1: the copy engine fetches them, if the start had --ahead-by engine; 0: a kernel
     byrow=N                1: attention of several rows row by row, 0: in one call; as of the mode by default
+    pieces=N               1: the experts that come last are summed in more pieces; 0: in as many as others
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
@@ -73,6 +74,7 @@ NUMBERS = {
     "engine": 0,
     "gates": 0,
     "byrow": 0,
+    "pieces": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 SHAPES = {"copies": USUAL, "beside": USUAL}
@@ -162,6 +164,9 @@ class Bench:
         if "late" in numbers:
             offload.look_ahead.behind_experts = numbers["late"] > 0
         engine.by_row = numbers.get("byrow", int(self._by_row)) > 0
+        maker = engine._loaded.layers[0].maker
+        if maker is not None:
+            maker.cuts_last = numbers.get("pieces", 1) > 0
         self.model.gates.is_on = numbers.get("gates", 1) > 0
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))

@@ -2,9 +2,10 @@
 order of sums of its compiled path, which does them one behind the other.
 
     shared      the shared expert, beside the copies on which the routed ones wait
-    routed      routed experts with these weights, and the shared one's sum added where the package adds it
+    routed      routed experts with these weights
+    last        likewise, and the shared one's sum added where the package adds it
 
-So `shared` and then one `routed` over all picks give the bits of the package's own call. Neither is a
+So `shared` and then one `last` over all picks give the bits of the package's own call. Neither is a
 cooperative kernel, as the package's product for a shared expert in a network of its own is: such a one waits
 until no copy is left on the card, and what is enqueued behind it waits, too (H200, traced, 2026-11-30).
 """
@@ -20,6 +21,12 @@ SILU = 0
 """The package's number of an activation."""
 SUMMED = 128
 """Neurons whose arrival the kernel counts together."""
+
+
+LAST_PIECES = 8
+"""In how many pieces the sums of `last` are taken in a step of one row, where the package may cut them
+(EXL3_MOE_COOP_KSPLIT): it takes as many as there is scratch for. One to three experts, that do not fill the
+card in fewer."""
 
 
 class Scratch:
@@ -39,11 +46,14 @@ class Scratch:
 class ExpertLaunches:
     """The launches of a loaded layer for which can_launch holds. extension: the package's compiled part."""
 
-    def __init__(self, layer: Any, extension: Any, scratch: Scratch) -> None:
+    def __init__(self, layer: Any, maker: LaunchMaker) -> None:
+        extension, scratch = maker.extension, maker.scratch
+        self._maker = maker
         self._run = extension.exl3_moe_coop
         self._range = (layer.experts_cfg.min_expert, layer.experts_cfg.max_expert)
         self._sums = layer.experts_cfg.out_bszn
         self._routed = _routed_arguments(layer, scratch)
+        self._last = _routed_arguments(layer, scratch, LAST_PIECES)
         self._shared = _shared_arguments(layer, scratch)
         rows, device = len(self._sums), self._sums.device
         self._shared_sums = scratch.get("shared sums", tuple(self._sums.shape), torch.float32, device)
@@ -52,45 +62,67 @@ class ExpertLaunches:
         self._shared_weights.fill_(1.0)
 
     def shared(self, x: torch.Tensor) -> None:
-        """Enqueue the shared expert for x, float16 (rows, hidden); `routed` adds it."""
+        """Enqueue the shared expert for x, float16 (rows, hidden); `last` adds it."""
         picks, weights = self._shared_picks[: len(x)], self._shared_weights[: len(x)]
         self._run(x, picks, weights, -1, -1, *self._shared, self._shared_sums, None, None)
 
-    def routed(
-        self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, *, adds_shared: bool
-    ) -> torch.Tensor:
+    def routed(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Enqueue routed experts: picks int64, weights float16 (rows, top_k), of which 0 leaves a pick out.
 
         Gives their sums, float32 (rows, hidden), which the next call overwrites.
         """
-        shared = self._shared_sums[: len(x)] if adds_shared else None
-        self._run(x, picks, weights, *self._range, *self._routed, self._sums, shared, None)
+        self._run(x, picks, weights, *self._range, *self._routed, self._sums, None, None)
         return self._sums[: len(x)]
+
+    def last(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
+        """Enqueue likewise the others; the sums go where the package leaves them."""
+        arguments = self._last if self._maker.cuts_last else self._routed
+        shared = self._shared_sums[: len(x)]
+        self._run(x, picks, weights, *self._range, *arguments, self._sums, shared, None)
 
 
 class LaunchMaker:
-    """Makes the launches of a model's layers, with the scratch that they share."""
+    """Makes the launches of a model's layers, with the scratch that they share.
+
+    cuts_last: see LAST_PIECES; counts from the next launch on.
+    """
 
     def __init__(self, extension: Any) -> None:
         """extension: the package's compiled part."""
-        self._extension, self._scratch = extension, Scratch()
+        self.extension, self.scratch = extension, Scratch()
+        self.cuts_last = True
 
     def make(self, layer: Any) -> ExpertLaunches | None:
         """Give a loaded layer's launches, None if it cannot be launched so."""
-        return ExpertLaunches(layer, self._extension, self._scratch) if can_launch(layer) else None
+        return ExpertLaunches(layer, self) if can_launch(layer) else None
 
 
-def _routed_arguments(layer: Any, scratch: Scratch) -> tuple[Any, ...]:
-    """Give what a launch of routed experts takes between its picks and its sums."""
+def _routed_arguments(layer: Any, scratch: Scratch, pieces: int = 0) -> tuple[Any, ...]:
+    """Give what a launch of routed experts takes between its picks and its sums.
+
+    pieces: with scratch for a row's sums in so many, 0 for the package's own scratch.
+    """
     config, device = layer.experts_cfg, layer.experts_cfg.yh.device
     num_slots, _, hidden = config.yh.shape
     rows, neurons, out = len(config.out_bszn), config.interm_u.shape[-1], config.out_d.shape[-1]
     matrices = (layer.multi_gate, layer.multi_up, layer.multi_down)
     tables = [table for each in matrices for table in (each.ptrs_trellis, each.ptrs_suh, each.ptrs_svh)]
-    had_up = scratch.get("routed up", (num_slots, hidden), torch.float16, device)
-    length = num_counters(num_slots, rows, neurons, out)
-    counters = scratch.get("routed counters", (length,), torch.int32, device)
-    buffers = (config.yh, had_up, config.interm_g, config.interm_u, config.interm_a, config.out_d, counters)
+    own = (config.yh, None, config.interm_g, config.interm_u, config.interm_a, config.out_d)
+    num_slots = max(num_slots, num_slots // rows * pieces)
+    sums = config.interm_g.dtype
+    shapes = {
+        "routed gate": ((num_slots, hidden), torch.float16),
+        "routed up": ((num_slots, hidden), torch.float16),
+        "routed gate sums": ((num_slots, neurons), sums),
+        "routed up sums": ((num_slots, neurons), sums),
+        "routed active": ((num_slots, neurons), torch.float16),
+        "routed down sums": ((num_slots, out), torch.float32),
+        "routed counters": ((num_counters(num_slots, rows, neurons, out),), torch.int32),
+    }
+    buffers = [
+        scratch.get(name, shape, dtype, device) if pieces or package is None else package
+        for (name, (shape, dtype)), package in zip(shapes.items(), (*own, None), strict=True)
+    ]
     return (hidden, *tables, *_kinds(matrices, layer.act_limit), *buffers)
 
 

@@ -45,7 +45,7 @@ class ByLaunches:
         """Run a layer's experts: all of them, or those that are left."""
         is_begun, self.is_begun = self.is_begun, False
         if is_begun:
-            self.launches.routed(x, picks, weights, adds_shared=True)
+            self.launches.last(x, picks, weights)
         else:
             self._compiled.run_bszN(x, picks, weights)
 
@@ -74,7 +74,7 @@ def make_offloaded_class(base: Any) -> type[Any]:
             self.is_across = is_across
             self.has_launches = False  # once it is loaded
             self.offload: GpuOffload | None = None
-            self._maker = maker
+            self.maker = maker
             self._stock_routing: Any = self.routing_fn
             self.routing_fn: Any = self._plan_behind_router
 
@@ -85,7 +85,7 @@ def make_offloaded_class(base: Any) -> type[Any]:
         def load_local(self, **options: Any) -> None:
             """Build the compiled path, and the launches beside it."""
             super().load_local(**options)
-            launches = None if self._maker is None else self._maker.make(self)
+            launches = None if self.maker is None else self.maker.make(self)
             self.has_launches = launches is not None
             if launches is not None:
                 self.bc: Any = ByLaunches(self.bc, launches)
@@ -114,7 +114,7 @@ def make_offloaded_class(base: Any) -> type[Any]:
                 if self.has_launches and self.offload.is_decoding:
                     launches = self.bc.launches
                     own = OwnLaunches(
-                        lambda taken: launches.routed(z, picks, taken, adds_shared=False),
+                        lambda taken: launches.routed(z, picks, taken),
                         lambda: launches.shared(z),
                     )
                     self.bc.is_begun = True

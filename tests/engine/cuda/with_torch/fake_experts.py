@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-HIDDEN, NEURONS, MAX_ROWS, TOP_K, EXPERTS = 256, 128, 8, 3, 6
+HIDDEN, NEURONS, MAX_ROWS, TOP_K, EXPERTS = 256, 128, 4, 3, 6
 SHARED_NEURONS = 384
 NUM_SLOTS = MAX_ROWS * TOP_K
 
@@ -111,7 +111,10 @@ class FakeCompiled:
 
 
 class FakeExtension:
-    """The package's compiled part. Refuses what its launcher would refuse."""
+    """The package's compiled part. Refuses what its launcher would refuse. slots: a launch's scratch."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
 
     def exl3_moe_coop(self, x: Any, picks: Any, weights: Any, first: int, last: int, *rest: Any) -> None:
         hidden, *tables = rest[:10]
@@ -124,6 +127,7 @@ class FakeExtension:
         assert picks.dtype == torch.int64
         assert weights.dtype == x.dtype == torch.float16
         is_shared = gate_bits == 5
+        self.slots.append(min(each.numel() // each.shape[-1] for each in rest[21:27]))
         neurons = SHARED_NEURONS if is_shared else NEURONS
         assert (gate_bits, up_bits, down_bits) == ((5,) * 3 if is_shared else (3,) * 3)
         assert limit == (7.0 if is_shared else 10.0)

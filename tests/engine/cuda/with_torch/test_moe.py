@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from glm53srv.engine.cuda.expert_launches import LAST_PIECES
 from glm53srv.engine.cuda.moe import adopt_sparse_layers, router_of
-from tests.engine.cuda.with_torch.fake_experts import HIDDEN, FakeCompiled, FakeExtension, FakeLayer
+from tests.engine.cuda.with_torch.fake_experts import (
+    HIDDEN,
+    MAX_ROWS,
+    NUM_SLOTS,
+    TOP_K,
+    FakeCompiled,
+    FakeExtension,
+    FakeLayer,
+)
 
 
 class Stock:
@@ -245,6 +254,20 @@ def test_launches_of_their_own_give_what_the_packages_call_does(
             expected = layer.layer.whole(x, PICKS[:rows], WEIGHTS[:rows])
             torch.testing.assert_close(layer.offload.total, expected)
         assert layer.bc.num_runs == (0 if is_decoding else 2)
+
+
+def test_what_comes_last_has_scratch_for_more_pieces_unless_told_otherwise() -> None:
+    extension = FakeExtension()
+    (layer,) = adopt_sparse_layers(Model([Block(CompiledStock("one", []))]), CompiledStock, extension)
+    layer.load_local()
+    layer.offload = SplittingOffload([], apart=True)
+    layer.offload.is_decoding = True
+    for cuts, expected in ((True, LAST_PIECES * TOP_K), (False, NUM_SLOTS)):
+        layer.maker.cuts_last = cuts
+        extension.slots.clear()
+        layer.forward(torch.ones((1, HIDDEN)).half(), {})
+        hits, shared, last = extension.slots
+        assert (hits, shared, last) == (NUM_SLOTS, MAX_ROWS, expected)
 
 
 @pytest.mark.parametrize("extension", [None, "refused"])
