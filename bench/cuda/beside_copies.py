@@ -27,6 +27,7 @@ import torch
 
 from bench.cuda.profile_step import say
 from bench.cuda.variants import parse_shape
+from glm53srv.engine.cuda.expert_launches import num_counters
 from glm53srv.engine.cuda.package import PINNED
 from glm53srv.offload.device.gpu.copy_kernel import CopyShape, launch_gather
 from glm53srv.offload.device.gpu.launch import Landing, make_landing
@@ -82,26 +83,51 @@ def make_products(extension: Any, device: torch.device) -> dict[str, Callable[[i
 
         return run
 
+    experts = make_experts(extension, device)
+    return {
+        "4096x12288": linear(4096, 12288, torch.float32),
+        "4096x4096": linear(4096, 4096, torch.float32),
+        "4096x2048": linear(4096, 2048, torch.float16),
+        "2 experts": experts(2),
+        "4 experts": experts(4),
+    }
+
+
+def make_experts(
+    extension: Any, device: torch.device, rows: int = 1, pieces: int = 1
+) -> Callable[[int], Callable[[int], None]]:
+    """Give launches by the number of experts that each row has; theirs take the number of a run.
+
+    pieces: for which there is scratch, at most 256 / (8 rows).
+    """
+
+    def scales(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device=device) * 0.02).half()
+
     num_experts, top_k = 32, 8
+    num_slots = rows * top_k * pieces
     records = torch.randint(-(2**62), 2**62, (num_experts, RECORD // 8), dtype=torch.int64, device=device)
-    rows = torch.arange(num_experts, device=device)
+    numbers = torch.arange(num_experts, device=device)
     tables: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []
     for part, (inputs, outputs) in enumerate(((HIDDEN, NEURONS), (HIDDEN, NEURONS), (NEURONS, HIDDEN))):
         vectors = (scales(num_experts, inputs), scales(num_experts, outputs))
         kept += vectors
-        tables.append(records.data_ptr() + part * RECORD // 3 + rows * RECORD)
-        tables += [each.data_ptr() + rows * each.shape[1] * 2 for each in vectors]
-    x = scales(1, HIDDEN)
-    buffers = [scales(top_k, size) for size in (HIDDEN, HIDDEN, NEURONS, NEURONS, NEURONS)]
-    sums = torch.empty((top_k, HIDDEN), device=device)
-    counters = torch.zeros(8192, dtype=torch.int32, device=device)
+        tables.append(records.data_ptr() + part * RECORD // 3 + numbers * RECORD)
+        tables += [each.data_ptr() + numbers * each.shape[1] * 2 for each in vectors]
+    x = scales(rows, HIDDEN)
+    buffers = [scales(num_slots, size) for size in (HIDDEN, HIDDEN, NEURONS, NEURONS, NEURONS)]
+    sums = torch.empty((num_slots, HIDDEN), device=device)
+    counters = torch.zeros(num_counters(num_slots, 4, NEURONS, HIDDEN), dtype=torch.int32, device=device)
     out = torch.empty((4, HIDDEN), device=device)
 
     def experts(count: int) -> Callable[[int], None]:
-        weights = torch.zeros((1, top_k), device=device).half()
+        weights = torch.zeros((rows, top_k), device=device).half()
         weights[:, :count] = 0.1
-        picks = [torch.randperm(num_experts, device=device)[None, :top_k].contiguous() for _ in range(8)]
+        picks = [
+            torch.stack([torch.randperm(num_experts, device=device)[:top_k] for _ in range(rows)])
+            for _ in range(8)
+        ]
         kinds = (None, None, None, 3.0, 3.0, 3.0, False, True, 0, 0.0, True)
 
         def run(number: int) -> None:
@@ -113,13 +139,7 @@ def make_products(extension: Any, device: torch.device) -> dict[str, Callable[[i
 
         return run
 
-    return {
-        "4096x12288": linear(4096, 12288, torch.float32),
-        "4096x4096": linear(4096, 4096, torch.float32),
-        "4096x2048": linear(4096, 2048, torch.float16),
-        "2 experts": experts(2),
-        "4 experts": experts(4),
-    }
+    return experts
 
 
 class Trials:

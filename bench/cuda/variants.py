@@ -17,7 +17,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
     engine=N               1: the copy engine fetches them, if the start had --ahead-by engine; 0: a kernel
     byrow=N                1: attention of several rows row by row, 0: in one call; as of the mode by default
-    pieces=N               1: the experts that come last are summed in more pieces; 0: in as many as others
+    pieces=N               1: experts in VRAM are summed in fewer pieces than others; 0: in as many
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
@@ -166,7 +166,7 @@ class Bench:
         engine.by_row = numbers.get("byrow", int(self._by_row)) > 0
         maker = engine._loaded.layers[0].maker
         if maker is not None:
-            maker.cuts_last = numbers.get("pieces", 1) > 0
+            maker.cuts_first_less = numbers.get("pieces", 1) > 0
         self.model.gates.is_on = numbers.get("gates", 1) > 0
         isa = (variant.isa or Isa.AUTO).name
         engine.change_workers(isa, numbers.get("threads"), CostOverrides(**variant.costs))

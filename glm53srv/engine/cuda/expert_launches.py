@@ -2,8 +2,8 @@
 order of sums of its compiled path, which does them one behind the other.
 
     shared      the shared expert, beside the copies on which the routed ones wait
-    routed      routed experts with these weights
-    last        likewise, and the shared one's sum added where the package adds it
+    first       those of the routed experts that wait for nothing
+    last        the others, and the shared one's sum added where the package adds it
 
 So `shared` and then one `last` over all picks give the bits of the package's own call. Neither is a
 cooperative kernel, as the package's product for a shared expert in a network of its own is: such a one waits
@@ -23,10 +23,11 @@ SUMMED = 128
 """Neurons whose arrival the kernel counts together."""
 
 
-LAST_PIECES = 8
-"""In how many pieces the sums of `last` are taken in a step of one row, where the package may cut them
-(EXL3_MOE_COOP_KSPLIT): it takes as many as there is scratch for. One to three experts, that do not fill the
-card in fewer."""
+FIRST_PIECES = 2
+"""In how many pieces the sums of `first` are taken in a step of one row. The package takes as many as its
+variable allows (EXL3_MOE_COOP_KSPLIT) and as there is scratch for, four in its own. Four experts took 60 us
+in two pieces and 70 in four, six 93 and 99; one or two, as `last` has, 44 and 59 in two, 37 and 38 in four,
+32 and 49 in eight (bench.cuda.pieces, H200, 2026-11-30)."""
 
 
 class Scratch:
@@ -53,7 +54,7 @@ class ExpertLaunches:
         self._range = (layer.experts_cfg.min_expert, layer.experts_cfg.max_expert)
         self._sums = layer.experts_cfg.out_bszn
         self._routed = _routed_arguments(layer, scratch)
-        self._last = _routed_arguments(layer, scratch, LAST_PIECES)
+        self._first_of_one = _routed_arguments(layer, scratch, FIRST_PIECES)
         self._shared = _shared_arguments(layer, scratch)
         rows, device = len(self._sums), self._sums.device
         self._shared_sums = scratch.get("shared sums", tuple(self._sums.shape), torch.float32, device)
@@ -66,31 +67,31 @@ class ExpertLaunches:
         picks, weights = self._shared_picks[: len(x)], self._shared_weights[: len(x)]
         self._run(x, picks, weights, -1, -1, *self._shared, self._shared_sums, None, None)
 
-    def routed(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def first(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Enqueue routed experts: picks int64, weights float16 (rows, top_k), of which 0 leaves a pick out.
 
         Gives their sums, float32 (rows, hidden), which the next call overwrites.
         """
-        self._run(x, picks, weights, *self._range, *self._routed, self._sums, None, None)
+        arguments = self._first_of_one if len(x) == 1 and self._maker.cuts_first_less else self._routed
+        self._run(x, picks, weights, *self._range, *arguments, self._sums, None, None)
         return self._sums[: len(x)]
 
     def last(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> None:
         """Enqueue likewise the others; the sums go where the package leaves them."""
-        arguments = self._last if self._maker.cuts_last else self._routed
         shared = self._shared_sums[: len(x)]
-        self._run(x, picks, weights, *self._range, *arguments, self._sums, shared, None)
+        self._run(x, picks, weights, *self._range, *self._routed, self._sums, shared, None)
 
 
 class LaunchMaker:
     """Makes the launches of a model's layers, with the scratch that they share.
 
-    cuts_last: see LAST_PIECES; counts from the next launch on.
+    cuts_first_less: see FIRST_PIECES; counts from the next launch on.
     """
 
     def __init__(self, extension: Any) -> None:
         """extension: the package's compiled part."""
         self.extension, self.scratch = extension, Scratch()
-        self.cuts_last = True
+        self.cuts_first_less = True
 
     def make(self, layer: Any) -> ExpertLaunches | None:
         """Give a loaded layer's launches, None if it cannot be launched so."""
@@ -100,7 +101,7 @@ class LaunchMaker:
 def _routed_arguments(layer: Any, scratch: Scratch, pieces: int = 0) -> tuple[Any, ...]:
     """Give what a launch of routed experts takes between its picks and its sums.
 
-    pieces: with scratch for a row's sums in so many, 0 for the package's own scratch.
+    pieces: for one row, with scratch for its sums in so many; 0 for the package's own scratch.
     """
     config, device = layer.experts_cfg, layer.experts_cfg.yh.device
     num_slots, _, hidden = config.yh.shape
@@ -108,7 +109,8 @@ def _routed_arguments(layer: Any, scratch: Scratch, pieces: int = 0) -> tuple[An
     matrices = (layer.multi_gate, layer.multi_up, layer.multi_down)
     tables = [table for each in matrices for table in (each.ptrs_trellis, each.ptrs_suh, each.ptrs_svh)]
     own = (config.yh, None, config.interm_g, config.interm_u, config.interm_a, config.out_d)
-    num_slots = max(num_slots, num_slots // rows * pieces)
+    if pieces:
+        num_slots = num_slots // rows * pieces
     sums = config.interm_g.dtype
     shapes = {
         "routed gate": ((num_slots, hidden), torch.float16),

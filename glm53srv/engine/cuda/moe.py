@@ -114,7 +114,7 @@ def make_offloaded_class(base: Any) -> type[Any]:
                 if self.has_launches and self.offload.is_decoding:
                     launches = self.bc.launches
                     own = OwnLaunches(
-                        lambda taken: launches.routed(z, picks, taken),
+                        lambda taken: launches.first(z, picks, taken),
                         lambda: launches.shared(z),
                     )
                     self.bc.is_begun = True

@@ -43,10 +43,9 @@ PINNED: dict[Mode, dict[str, str]] = {
         "EXL3_MOE_RECON_TILES": "0",
         "EXL3_HGEMM_F16ACC": "0",  # 1 on the cards of HALF_RATE
         "EXL3_INT8_GEMV": "1",  # with the residual pass
-        # In as many pieces as there is scratch for, four in the package's own; see expert_launches.py. What
-        # came over the link is one or two experts at a time: a layer of them took 37 us in four pieces and
-        # not 72 (one row, H200, 2026-11-30; six experts 97 and 100).
-        "EXL3_MOE_COOP_KSPLIT": "16",
+        # In four, where there is scratch for it: what came over the link is one or two experts at a time, and
+        # a layer of them took 37 us and not 72 (one row, H200, 2026-11-30; six experts 97 and 100).
+        "EXL3_MOE_COOP_KSPLIT": "4",
     },
 }
 """What the package reads when it is imported, by mode: every value decides numerics."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from glm53srv.engine.cuda.expert_launches import LAST_PIECES
+from glm53srv.engine.cuda.expert_launches import FIRST_PIECES
 from glm53srv.engine.cuda.moe import adopt_sparse_layers, router_of
 from tests.engine.cuda.with_torch.fake_experts import (
     HIDDEN,
@@ -256,18 +256,21 @@ def test_launches_of_their_own_give_what_the_packages_call_does(
         assert layer.bc.num_runs == (0 if is_decoding else 2)
 
 
-def test_what_comes_last_has_scratch_for_more_pieces_unless_told_otherwise() -> None:
+def test_what_comes_first_in_a_step_of_one_row_has_scratch_for_fewer_pieces_unless_told_otherwise() -> None:
     extension = FakeExtension()
     (layer,) = adopt_sparse_layers(Model([Block(CompiledStock("one", []))]), CompiledStock, extension)
     layer.load_local()
     layer.offload = SplittingOffload([], apart=True)
     layer.offload.is_decoding = True
-    for cuts, expected in ((True, LAST_PIECES * TOP_K), (False, NUM_SLOTS)):
-        layer.maker.cuts_last = cuts
+    for rows, cuts, expected in (
+        (1, True, FIRST_PIECES * TOP_K),
+        (1, False, NUM_SLOTS),
+        (2, True, NUM_SLOTS),
+    ):
+        layer.maker.cuts_first_less = cuts
         extension.slots.clear()
-        layer.forward(torch.ones((1, HIDDEN)).half(), {})
-        hits, shared, last = extension.slots
-        assert (hits, shared, last) == (NUM_SLOTS, MAX_ROWS, expected)
+        layer.forward(torch.ones((rows, HIDDEN)).half(), {})
+        assert extension.slots == [expected, MAX_ROWS, NUM_SLOTS]  # those in VRAM, the shared one, the others
 
 
 @pytest.mark.parametrize("extension", [None, "refused"])
