@@ -16,7 +16,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
     late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
     engine=N               1: the copy engine fetches them, if the start had --ahead-by engine; 0: a kernel
-    byrow=N                1: attention of several rows row by row, 0: in one call; as of the mode by default
+    byrow=N                attention of up to so many rows is called row by row, of more in one call
     pieces=N               1: experts in VRAM are summed in fewer pieces than others; 0: in as many
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
@@ -146,7 +146,7 @@ class Bench:
         self.options, self.engine, self.model = options, engine, model
         self.driver = Driver(engine, routes=routes)
         self._landing, self._ahead = engine.offload.layers.landing, engine.offload.look_ahead.num_ahead
-        self._by_row = engine.by_row
+        self._most_by_row = engine.most_by_row
 
     def apply(self, variant: Variant) -> None:
         """Set everything as the variant says, what it does not name as at the start."""
@@ -163,7 +163,7 @@ class Bench:
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
         if "late" in numbers:
             offload.look_ahead.behind_experts = numbers["late"] > 0
-        engine.by_row = numbers.get("byrow", int(self._by_row)) > 0
+        engine.most_by_row = numbers.get("byrow", self._most_by_row)
         maker = engine._loaded.layers[0].maker
         if maker is not None:
             maker.cuts_first_less = numbers.get("pieces", 1) > 0

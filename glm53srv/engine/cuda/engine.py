@@ -30,6 +30,7 @@ from glm53srv.engine.base import (
     StepResult,
     StepStats,
 )
+from glm53srv.engine.cuda.graphs import MOST_BY_ROW
 from glm53srv.engine.cuda.loading import (
     CudaOptions,
     LoadedModel,
@@ -97,7 +98,7 @@ class CudaEngine:
         self._watchdog = DeviceWatchdog()
         self._failed: dict[int, str] = {}  # slots whose prompt outgrew the card, and what is said of them
         self._step_ms = FIRST_STEP_MS
-        self.by_row = options.mode == "fast"  # see graphs.py; counts from the next capture on
+        self.most_by_row = MOST_BY_ROW if options.mode == "fast" else 0  # counts from the next capture on
 
     @classmethod
     def load(
@@ -189,7 +190,7 @@ class CudaEngine:
         require(not self._book.slots, "capture while sequences run")
         if self._options.graphs:
             with torch.inference_mode():
-                capture_every_width(self._model, self._offload, self._limits, by_row=self.by_row)
+                capture_every_width(self._model, self._offload, self._limits, most_by_row=self.most_by_row)
 
     def change_workers(self, crew_isa: str, crew_threads: int | None, costs: CostOverrides) -> None:
         """Start other CPU workers and begin with the start's costs again; capture() must follow.

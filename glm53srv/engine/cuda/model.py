@@ -66,7 +66,7 @@ class CudaModel:
     def num_layers(self) -> int:
         return len(self._blocks)
 
-    def capture(self, width: int, planner: Planner, *, by_row: bool) -> None:
+    def capture(self, width: int, planner: Planner, *, most_by_row: int) -> None:
         """Capture decode steps of `width` rows, which have run plainly, see graphs.py.
 
         Raises RuntimeError where that cannot be done.
@@ -77,7 +77,7 @@ class CudaModel:
         parts = Parts(self._prolog, self._blocks, self._epilog)
         max_pages = -(-self._cache.max_num_tokens // PAGE_TOKENS // TABLE_STEP) * TABLE_STEP
         graph = DecodeGraph(
-            parts, self._cache, width, max_pages, self._recorder, by_row=by_row, gates=self.gates
+            parts, self._cache, width, max_pages, self._recorder, most_by_row=most_by_row, gates=self.gates
         )
         graph.capture(planner)
         self._graphs[width] = graph

@@ -26,16 +26,18 @@ def run_every_shape(model: CudaModel, offload: GpuOffload, limits: EngineLimits)
         run_width(model, offload, limits, width, tokens)
 
 
-def capture_every_width(model: CudaModel, offload: GpuOffload, limits: EngineLimits, *, by_row: bool) -> bool:
+def capture_every_width(
+    model: CudaModel, offload: GpuOffload, limits: EngineLimits, *, most_by_row: int
+) -> bool:
     """Capture decode steps of each width behind run_every_shape, and run them; tells if it could be done.
 
-    by_row: see DecodeGraph. Without graphs a step is right and slower: a package or a card that cannot be
-    captured is no reason not to serve.
+    most_by_row: see DecodeGraph. Without graphs a step is right and slower: a package or a card that cannot
+    be captured is no reason not to serve.
     """
     begin_s = time.perf_counter()
     try:
         for width in range(1, limits.max_streams + 1):
-            model.capture(width, offload, by_row=by_row)
+            model.capture(width, offload, most_by_row=most_by_row)
     except RuntimeError as error:
         model.drop_graphs()
         logger.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])

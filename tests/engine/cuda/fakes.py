@@ -67,7 +67,7 @@ class FakeModel:
     is_unloaded: bool = False
     wanted_rows: list[bool] = field(default_factory=list)
     refuses_width: int | None = None
-    captured: list[tuple[int, bool]] = field(default_factory=list)
+    captured: list[tuple[int, int]] = field(default_factory=list)
     first_jobs: list[int] = field(default_factory=list)
 
     def new_state(self) -> FakeState:
@@ -124,10 +124,10 @@ class FakeModel:
         rows: NDArray[np.float32] = logits[:, :VOCAB].numpy()
         return rows
 
-    def capture(self, width: int, planner: Any, *, by_row: bool) -> None:
+    def capture(self, width: int, planner: Any, *, most_by_row: int) -> None:
         if width == self.refuses_width:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        self.captured.append((width, by_row))
+        self.captured.append((width, most_by_row))
 
     @property
     def captured_widths(self) -> tuple[int, ...]:

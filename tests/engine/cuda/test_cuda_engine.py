@@ -196,11 +196,11 @@ def test_close_frees_in_order_and_only_once(caplog: pytest.LogCaptureFixture) ->
     assert "the GPU could not be freed: CUDA error: unspecified launch failure" in caplog.text
 
 
-@pytest.mark.parametrize("by_row", [True, False])
-def test_every_width_is_captured_and_run(bench: Bench, by_row: bool) -> None:
+@pytest.mark.parametrize("most_by_row", [2, 0])
+def test_every_width_is_captured_and_run(bench: Bench, most_by_row: int) -> None:
     limits = bench.engine.limits
-    assert capture_every_width(bench.model, bench.offload, limits, by_row=by_row)  # type: ignore[arg-type]
-    assert bench.model.captured == [(width, by_row) for width in (1, 2, 3, 4)]
+    assert capture_every_width(bench.model, bench.offload, limits, most_by_row=most_by_row)  # type: ignore[arg-type]
+    assert bench.model.captured == [(width, most_by_row) for width in (1, 2, 3, 4)]
     assert bench.engine.captured_widths == (1, 2, 3, 4)
     assert [call for call in bench.offload.calls if call.startswith("decode")] == [
         f"decode {width}" for width in (1, 2, 3, 4) for _ in range(STEPS_PER_WIDTH)
@@ -213,7 +213,7 @@ def test_a_width_that_cannot_be_captured_leaves_all_without_graphs(
 ) -> None:
     bench.model.refuses_width = 3
     limits = bench.engine.limits
-    assert not capture_every_width(bench.model, bench.offload, limits, by_row=True)  # type: ignore[arg-type]
+    assert not capture_every_width(bench.model, bench.offload, limits, most_by_row=0)  # type: ignore[arg-type]
     assert bench.engine.captured_widths == ()
     (record,) = caplog.records
     assert record.getMessage() == (

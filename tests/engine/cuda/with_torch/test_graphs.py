@@ -141,7 +141,7 @@ def make(
     recorder: FakeRecorder,
     width: int,
     *,
-    by_row: bool = False,
+    most_by_row: int = 0,
     mlp: Any = None,
     names: tuple[str, ...] = ("r0", "a1", "r2", "a3", "r4"),
     sparse: Mapping[str, int] | None = None,
@@ -157,7 +157,7 @@ def make(
     head = Module(lambda x: x[..., :1].float().expand(-1, -1, VOCAB).contiguous())
     parts = Parts([Module(embed), Module(lambda x: x.float())], blocks, [head])
     made: Any = recorder
-    return DecodeGraph(parts, "cache", width, PAGES, made, by_row=by_row, gates=gates), layers
+    return DecodeGraph(parts, "cache", width, PAGES, made, most_by_row=most_by_row, gates=gates), layers
 
 
 def fetch_with_first_graph(graph: DecodeGraph) -> None:
@@ -223,17 +223,17 @@ def test_the_second_graph_goes_on_with_what_the_first_one_left() -> None:
     assert graph._logits[:, 0].tolist() == [5.0, 7.0]
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-def test_a_step_replays_graphs_with_the_attentions_between(by_row: bool) -> None:
+@pytest.mark.parametrize("most_by_row", [0, 2, 3])
+def test_a_step_replays_graphs_with_the_attentions_between(most_by_row: int) -> None:
     recorder = FakeRecorder()
-    graph, _ = make(recorder, 3, by_row=by_row)
+    graph, _ = make(recorder, 3, most_by_row=most_by_row)
     graph.capture(planner(recorder))
     recorder.told.clear()
     fetch_with_first_graph(graph)
     rows = DecodeRows([5, 6, 7], [2, 0, 1], [(4, 5), (6, 7), (8,)], [300, 301, 9], 2, first_job=-7)
     logits = graph.run(rows)
     assert logits.shape == (3, VOCAB)
-    counts = [1, 1, 1] if by_row else [3]
+    counts = [1, 1, 1] if most_by_row >= 3 else [3]
     names = [each if isinstance(each, str) else (each[0], each[1]) for each in recorder.told]
     assert names == [
         *("replay 0", "replay 1"),
@@ -265,7 +265,7 @@ def test_what_crosses_an_attention_is_launched_behind_the_graph_in_front() -> No
 
 def test_attention_rows_go_where_the_next_graph_reads_them() -> None:
     recorder = FakeRecorder()
-    graph, _ = make(recorder, 2, by_row=True)
+    graph, _ = make(recorder, 2, most_by_row=2)
     graph.capture(planner(recorder))
     segment = graph._segments[1]
     assert segment.x is not None
