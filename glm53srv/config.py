@@ -45,8 +45,7 @@ class OffloadConfig:
     ct_split: str = "parts"
     max_slots: int | None = None
     landing: int = 16
-    ahead: int = 1
-    ahead_by: str = "kernel"
+    ahead: int = 2
     stage_gib: float = 2.6
     elastic_gib: float = 12.0
     reserve_gib: float | None = None
@@ -234,7 +233,6 @@ def _offload_config(values: Mapping[str, Any]) -> OffloadConfig:
         max_slots=values["ec_max_slots"],
         landing=values["ec_landing"],
         ahead=values["ec_ahead"],
-        ahead_by=values["ec_ahead_by"],
         stage_gib=values["ec_stage_gb"],
         elastic_gib=values["ec_elastic_gb"],
         reserve_gib=values["ec_reserve_gb"],

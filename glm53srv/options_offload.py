@@ -177,23 +177,12 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         ("--ec-ahead",),
         "GLM53_EC_AHEAD",
         "int",
-        1,
-        "experts of the next layer that a GPU fetches ahead, beside attention, by a guess of what its router "
-        "will pick, in fast mode while one stream decodes; each takes two buffers",
+        2,
+        "experts of the next layer that a GPU's copy engine fetches ahead, beside attention, by a guess of "
+        "what its router will pick; each takes two buffers",
         "offload",
         minimum=0,
         maximum=4,
-    ),
-    Option(
-        "ec_ahead_by",
-        ("--ec-ahead-by",),
-        "GLM53_EC_AHEAD_BY",
-        "choice",
-        "kernel",
-        "who fetches experts ahead: a kernel, or the copy engine on the orders of a host thread, in both "
-        "modes and beside any number of streams",
-        "offload",
-        choices=("kernel", "engine"),
     ),
     Option(
         "ec_stage_gb",

@@ -292,7 +292,7 @@ def check_exact(ours: Ours, model_dir: Path, save: Path | None) -> int:
     return table.failures
 
 
-def teacher_forced(ours: Ours, vocab: int, num_prompts: int = 12, num_steps: int = 100) -> Logits:
+def teacher_forced(ours: Ours, vocab: int, num_prompts: int = 36, num_steps: int = 100) -> Logits:
     """Decode given tokens one row at a time: float32 (num_prompts * num_steps, vocabulary)."""
     rows = []
     for number in range(num_prompts):
@@ -325,9 +325,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ct-prefill", type=int, default=0, help="let the CPU help prompt chunks of so many tokens, unstaged"
     )
-    parser.add_argument(
-        "--ahead-by", choices=("kernel", "engine"), default="kernel", help="as that of serve: --ec-ahead-by"
-    )
     parser.add_argument("--ahead", type=int, default=NUM_AHEAD, help="experts fetched ahead of their layer")
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     given = parser.parse_args(argv)
@@ -340,7 +337,6 @@ def main(argv: list[str] | None = None) -> int:
         crew_threads=4,
         stage_min_picks=10**9 if given.ct_prefill else 64,
         cpu_prefill_tokens=given.ct_prefill,
-        orders_copies=given.ahead_by == "engine",
     )
     options = CudaOptions(
         offload,

@@ -6,16 +6,12 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
 `glm53srv bench-model`, then --vary with a name and settings each:
 
     landing=N              from 1 on, as of bench-model, at most what the start had
-    ahead=N across=N       from 0 on: experts fetched ahead of their layer, in either mode; across: of a layer
-                           behind a latent attention, as many by default
-    rows=N                 they are fetched in steps of at most so many rows
-    copies=PxWxI           the kernel that copies a layer's experts: programs, warps, words at once of each;
-    beside=PxWxI           likewise of those that are fetched ahead
+    ahead=N across=N       from 0 on: experts fetched ahead of their layer; across: of a layer behind a latent
+                           attention, as many by default
+    copies=PxWxI           the kernel that copies a layer's experts: programs, warps, words at once of each
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
-    late=N                 1: experts are fetched ahead behind a layer's experts; 0: behind its copies
-    engine=N               1: the copy engine fetches them, if the start had --ahead-by engine; 0: a kernel
     byrow=N                attention of up to so many rows is called row by row, of more in one call
     pieces=N               1: experts in VRAM are summed in fewer pieces than others; 0: in as many
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
@@ -67,29 +63,25 @@ NUMBERS = {
     "landing": 1,
     "ahead": 0,
     "across": 0,
-    "rows": 1,
     "threads": 1,
     "launches": 1,
-    "late": 0,
-    "engine": 0,
     "gates": 0,
     "byrow": 0,
     "pieces": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
-SHAPES = {"copies": USUAL, "beside": USUAL}
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One --vary. numbers: by their names in NUMBERS; shapes: in SHAPES; costs: in CostOverrides.
-    split: parts or whole, None for the options'."""
+    """One --vary. numbers: by their names in NUMBERS; costs: in CostOverrides. copies, isa, streams, split:
+    None for the usual or the options'. split: parts or whole, None for the options'."""
 
     name: str
     numbers: dict[str, int]
-    shapes: dict[str, CopyShape]
     costs: dict[str, float]
+    copies: CopyShape | None
     isa: Isa | None
     streams: tuple[int, ...] | None
     split: str | None
@@ -110,9 +102,8 @@ def parse_variant(text: str) -> Variant:
     """Read 'name: key=value, ...'. Raises BadInput."""
     name, _, rest = text.partition(":")
     numbers: dict[str, int] = {}
-    shapes: dict[str, CopyShape] = {}
     costs: dict[str, float] = {}
-    isa, streams, split = None, None, None
+    copies, isa, streams, split = None, None, None, None
     for pair in filter(None, (part.strip() for part in rest.split(","))):
         key, _, value = pair.partition("=")
         try:
@@ -120,8 +111,8 @@ def parse_variant(text: str) -> Variant:
                 numbers[key] = int(value)
                 if numbers[key] < NUMBERS[key]:
                     raise BadInput(f"--vary {text!r}: {key} is at least {NUMBERS[key]}")
-            elif key in SHAPES:
-                shapes[key] = parse_shape(value)
+            elif key == "copies":
+                copies = parse_shape(value)
             elif key in COSTS:
                 costs[COSTS[key]] = float(value)
             elif key == "isa":
@@ -136,7 +127,7 @@ def parse_variant(text: str) -> Variant:
             raise BadInput(f"--vary {text!r}: {pair!r} cannot be read: {error}") from error
     if not name.strip():
         raise BadInput(f"--vary {text!r}: a variant needs a name, as in 'base:'")
-    return Variant(name.strip(), numbers, shapes, costs, isa, streams, split)
+    return Variant(name.strip(), numbers, costs, copies, isa, streams, split)
 
 
 class Bench:
@@ -155,14 +146,8 @@ class Bench:
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.layers.landing = replace(self._landing, num_experts=landing)
         offload.look_ahead.limit(numbers.get("ahead", self._ahead), numbers.get("across"))
-        offload.look_ahead.order_copies(numbers.get("engine", 1) > 0)
-        if "rows" in numbers:
-            offload.look_ahead.max_rows = numbers["rows"]
-        shapes = SHAPES | variant.shapes
-        offload.layers.copy_shape, offload.look_ahead.copy_shape = shapes["copies"], shapes["beside"]
+        offload.layers.copy_shape = variant.copies or USUAL
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
-        if "late" in numbers:
-            offload.look_ahead.behind_experts = numbers["late"] > 0
         engine.most_by_row = numbers.get("byrow", self._most_by_row)
         maker = engine._loaded.layers[0].maker
         if maker is not None:

@@ -211,7 +211,6 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         crew_cpus=cpus,
         cpu_prefill_tokens=options.ct_prefill,
         splits_experts=options.ct_split == "parts",
-        orders_copies=options.ahead_by == "engine",
     )
     return CudaOptions(
         offload,

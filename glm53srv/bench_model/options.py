@@ -54,7 +54,6 @@ class BenchOptions:
     ct_prefill: int
     routes: str
     ct_split: str
-    ahead_by: str
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,7 +120,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--ct-prefill", type=count, default=0, help="as that of serve: the CPU helps chunks of so many tokens"
     )
     parser.add_argument("--ct-split", choices=("parts", "whole"), default="parts", help="as that of serve")
-    parser.add_argument("--ahead-by", choices=("kernel", "engine"), default="kernel", help="as that of serve")
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a step from Python")
     parser.add_argument("--out", type=Path, help="file for all numbers as JSON")
     return parser
@@ -157,7 +155,6 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         ct_prefill=given.ct_prefill,
         routes=given.routes,
         ct_split=given.ct_split,
-        ahead_by=given.ahead_by,
     )
 
 

@@ -169,7 +169,6 @@ def _offload_options(config: EngineConfig, machine: MachineFacts) -> OffloadOpti
         crew_cpus=cpus,
         cpu_prefill_tokens=given.ct_prefill,
         splits_experts=given.ct_split == "parts",
-        orders_copies=given.ahead_by == "engine",
         mode="exact" if config.mode == "exact" else "fast",
         costs=CostOverrides(given.ct_a_ms, given.ct_b_ms, given.ct_tzc_ms),
         vram=VramOptions(

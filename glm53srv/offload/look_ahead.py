@@ -29,10 +29,11 @@ Ints = NDArray[np.int32]
 
 MAX_AHEAD = 4
 """Experts of a layer that may be fetched before its plan, a power of two."""
-NUM_AHEAD = 1
-"""From the end of a layer's experts to the next one's plan an H200 has 0.13 or 0.26 ms (traced, 2026-11-30),
-and its link carries an expert in 0.19. What does not fit shares the link with the layer's own copies, and
-one guess in three is wrong. Other cards were not seen; slower ones take longer over attention."""
+NUM_AHEAD = 2
+"""From a layer's own copies to the next one's plan an H200 has 0.23 or 0.36 ms (traced, 2026-11-30), and its
+copy engine carries an expert in 0.18. What does not fit shares the link with the next layer's own copies, and
+one guess in three is wrong. Three were as good in fast mode and worse in exact. Other cards were not seen;
+slower ones take longer over attention."""
 
 
 def choose_guesses(lists: NDArray[np.integer], entries: Ints, num_ahead: int) -> Ints:

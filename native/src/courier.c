@@ -94,6 +94,7 @@ static void *run(void *argument) {
     while (!error && !atomic_load(&courier->is_closing)) {
         if (has_order(courier, seq)) {
             error = deliver(courier, seq++);
+            if (error) atomic_store(&courier->error, error); /* before it counts: who waits looks at both */
             atomic_fetch_add(&courier->num_orders, 1);
             since = now_ns();
             continue;

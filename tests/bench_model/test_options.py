@@ -20,7 +20,7 @@ def test_without_flags_it_is_the_target_machine() -> None:
     options = parse_options([])
     assert (options.mode, options.layers, options.vram_gib) == ("exact", None, 24.0)
     assert options.streams == (1, 2, 4)
-    assert (options.ahead, options.guess_recall) == (1, 0.67)
+    assert (options.ahead, options.guess_recall) == (2, 0.67)
     assert options.reserve_gib is None
     assert options.out is None
 

@@ -40,10 +40,6 @@ class Planner(Protocol):
         first_job: int32 (1,) on the device, where each step finds the number of its first CPU job.
         """
 
-    def crossing(self, layer: int) -> Callable[[], None] | None:
-        """Give what each step must call between the graph in front of an attention and the attention, for the
-        sparse layer behind it; None for nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -58,10 +54,9 @@ class Parts:
 class _Segment:
     """A graph and the attention behind it, None behind the first if it is short, and behind the last.
 
-    crossing: called between the two. x, y: what the attention takes and where that goes."""
+    x, y: what the attention takes and where that goes."""
 
     graph: torch.cuda.CUDAGraph
-    crossing: Callable[[], None] | None = None
     attention: Any = None
     x: torch.Tensor | None = None
     y: torch.Tensor | None = None
@@ -129,11 +124,6 @@ class DecodeGraph:
         self._recurrent = [block.attn for block in parts.blocks if not is_latent_attention(block.attn)]
         self._first = parts.blocks[0].attn
         self._mlps = [block.mlp for block in parts.blocks]
-        self._sparse_layers = {
-            id(block.attn): block.mlp.sparse_layer
-            for block in parts.blocks
-            if hasattr(block.mlp, "sparse_layer")
-        }
         self._segments: list[_Segment] = []
         self._kept: list[Any] = []  # objects of the package whose memory the graphs read
         self._inputs = StepInputs(width, max_pages, Embedding(parts.prolog[0]), parts.blocks[0].device)
@@ -159,7 +149,7 @@ class DecodeGraph:
             contextlib.nullcontext() if gates is None else gates.standing_in(self._recurrent, self._width),
             self._recorder.recording(),
             planner.planning(self._width, inputs.first_job),
-            self._cutting(planner),
+            self._cutting(),
         ):
             self._graph = self._recorder.begin()
             try:
@@ -182,8 +172,6 @@ class DecodeGraph:
         calls: list[dict[str, Any]] = []
         for segment in self._segments:
             segment.graph.replay()
-            if segment.crossing is not None:
-                segment.crossing()
             if segment.attention is not None:
                 assert segment.x is not None
                 assert segment.y is not None
@@ -217,15 +205,13 @@ class DecodeGraph:
             y[rows].copy_(attention.forward(x[rows], params))
 
     @contextlib.contextmanager
-    def _cutting(self, planner: Planner) -> Iterator[None]:
+    def _cutting(self) -> Iterator[None]:
         """End the graph in front of every attention and begin the next behind it; end the first early."""
 
         def cut(attention: Any, x: torch.Tensor) -> torch.Tensor:
             self._graph.capture_end()
             y = torch.zeros(x.shape, dtype=output_type(attention), device=x.device)
-            layer = self._sparse_layers.get(id(attention))
-            crossing = None if layer is None else planner.crossing(layer)
-            self._segments.append(_Segment(self._graph, crossing, attention, x, y))
+            self._segments.append(_Segment(self._graph, attention, x, y))
             self._graph = self._recorder.begin()
             return y
 

@@ -352,8 +352,8 @@ def hire(loaded: LoadedModel, options: CudaOptions) -> CpuLane | None:
 
 
 def hire_courier(loaded: LoadedModel, options: CudaOptions) -> Courier | None:
-    """Make the ring of the thread that orders copies ahead, None where a kernel makes them."""
-    if not options.offload.orders_copies or not options.offload.vram.ahead:
+    """Make the ring of the thread that orders copies ahead, None where nothing is fetched ahead."""
+    if not options.offload.vram.ahead:
         return None
     # Cells of two steps: an order is done before its layer ends.
     cells = power_of_two(2 * loaded.arena.geometry.num_layers)

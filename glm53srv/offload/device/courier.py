@@ -132,6 +132,7 @@ class Courier:
             if time.monotonic() > end:
                 raise EngineError(f"experts fetched ahead did not come within {timeout_s:.0f} s")
             time.sleep(0.0002)
+        self.check()
 
     def stats(self) -> CourierStats:
         """Count."""

@@ -28,7 +28,6 @@ class OffloadOptions:
     calibrate_s: time that measuring the costs may take at start; 0 takes the defaults. cpu_prefill_tokens:
     longest chunk of a prompt of which the CPU computes a part, on a GPU in fast mode; 0 for none.
     splits_experts: one expert of a decode layer may be shared between link and CPU, in fast mode.
-    orders_copies: the copy engine fetches experts ahead, by a thread's orders, and not a kernel.
     """
 
     crew_threads: int = 1
@@ -45,7 +44,6 @@ class OffloadOptions:
     calibrate_s: float = 1.0
     cpu_prefill_tokens: int = 0
     splits_experts: bool = True
-    orders_copies: bool = False
     heat: HeatOptions = field(default_factory=HeatOptions)
 
     def min_picks(self, num_experts: int) -> int:

@@ -30,9 +30,9 @@ def test_settings_are_read() -> None:
 
 
 def test_shapes_of_the_copying_kernels_are_programs_warps_and_items() -> None:
-    found = parse_variant("x: copies=16x4x2048, beside=8x8x4096,rows=4,across=0,launches=1")
-    assert found.shapes == {"copies": CopyShape(16, 4, 2048), "beside": CopyShape(8, 8, 4096)}
-    assert found.numbers == {"rows": 4, "across": 0, "launches": 1}
+    found = parse_variant("x: copies=16x4x2048, byrow=4,across=0,launches=1")
+    assert found.copies == CopyShape(16, 4, 2048)
+    assert found.numbers == {"byrow": 4, "across": 0, "launches": 1}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_shapes_of_the_copying_kernels_are_programs_warps_and_items() -> None:
         "x: streams=1,2",
         "x: split=half",
         "x: copies=16x4",
-        "x: beside=8x8x4000",
-        "x: beside=0x8x4096",
-        "x: rows=0",
+        "x: copies=8x8x4000",
+        "x: copies=0x8x4096",
+        "x: threads=0",
     ],
 )
 def test_what_cannot_be_read_is_refused(text: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from glm53srv.errors import EngineError
+from glm53srv.errors import EngineError, MachineError
 from glm53srv.kernels import Clamp, KernelPool, Precision
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.calibrate import Calibration
@@ -60,6 +60,10 @@ def pool() -> Iterator[KernelPool]:
         yield made
 
 
+NUM_TRIED = 1
+"""Copies by which a courier is tried out at start."""
+
+
 class Card:
     """An offload and the sparse layers around it. Their shared expert adds a formula."""
 
@@ -71,10 +75,10 @@ class Card:
         *,
         ahead: int = 2,
         landing: int = 16,
-        has_courier: bool = False,
+        has_courier: bool = True,
     ) -> None:
-        """has_courier: its steps count as captured ones, since others do not fetch by it."""
-        self.has_courier = has_courier
+        """Steps count as captured ones while is_captured, since others fetch nothing ahead."""
+        self.is_captured = True
         self.arena, self.pool, self.rng = arena, pool, np.random.default_rng(5)
         self.num_kept_ahead = 0
         self.guesses: list[list[int]] = []  # of each step: fetched, and right
@@ -124,15 +128,14 @@ class Card:
     def decode(self, rows: int) -> None:
         """Run a step's layers and check each; the picks are the router's, mostly of one direction of x."""
         offload = self.offload
-        first_job = offload.begin_decode(rows, is_captured=self.has_courier)
+        first_job = offload.begin_decode(rows, is_captured=self.is_captured)
         if offload.lane is not None:
             offload.lane.ring.first_seq.fill_(first_job)
         for layer in range(LAYERS):
             x = self.direction + 0.8 * self.rng.normal(size=(rows, HIDDEN))
             self._decode_layer(layer, x.astype(np.float16))
         told = offload.look_ahead.told.sum(0)[:2].tolist()
-        is_guessed = self.has_courier or (rows == 1 and offload.lane is not None)
-        self.guesses.append(told if is_guessed else [0, 0])
+        self.guesses.append(told)
         offload.end_decode(1.0)
         offload.finish_decode()
 
@@ -213,7 +216,7 @@ def _shared(x: np.ndarray) -> np.ndarray:
     return 0.5 * x.astype(np.float32)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyEngine]:
     """A copy engine for couriers."""
     made = CopyEngine()
@@ -227,7 +230,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyEngine]:
 def test_experts_come_by_the_copy_engine_in_both_modes_and_for_several_rows(
     experts: ExpertArena, pool: KernelPool, engine: CopyEngine, mode: Mode
 ) -> None:
-    card = Card(experts, pool, mode, has_courier=True)
+    card = Card(experts, pool, mode)
     offload = card.offload
     try:
         for step in range(10):
@@ -243,20 +246,20 @@ def test_experts_come_by_the_copy_engine_in_both_modes_and_for_several_rows(
     assert counts.num_guessed_right > 5
     if mode == "fast":  # in exact mode here the first layer takes all offers
         assert card.num_kept_ahead > 0
-    assert engine.num_copies == sum(fetched for fetched, _ in card.guesses)
+    assert engine.num_copies == NUM_TRIED + sum(fetched for fetched, _ in card.guesses)
 
 
 def test_a_step_that_is_not_captured_orders_nothing(
     experts: ExpertArena, pool: KernelPool, engine: CopyEngine
 ) -> None:
-    card = Card(experts, pool, "fast", has_courier=True)
+    card = Card(experts, pool, "fast")
     try:
-        card.has_courier = False
+        card.is_captured = False
         card.decode(1)
-        assert engine.num_copies == 0
-        card.has_courier = True
+        assert engine.num_copies == NUM_TRIED
+        card.is_captured = True
         card.decode(1)
-        assert engine.num_copies > 0
+        assert engine.num_copies > NUM_TRIED
     finally:
         card.offload.close()
 
@@ -277,8 +280,8 @@ def test_a_copy_engine_that_is_late_costs_no_step_its_sums_and_is_used_again(
         posted.append((newest, courier.stats().num_orders))
 
     posted: list[tuple[int, int]] = []
+    card = Card(experts, pool, "fast")
     monkeypatch.setattr(Courier, "catch_up", release_and_catch_up)
-    card = Card(experts, pool, "fast", has_courier=True)
     try:
         engine.hold()
         card.decode(1)  # checks its sums
@@ -301,7 +304,7 @@ def test_a_driver_that_refuses_fails_the_step(
     experts: ExpertArena, pool: KernelPool, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(look_ahead, "launch_await", functools.partial(launch_await, most_polls=50))
-    card = Card(experts, pool, "fast", has_courier=True)
+    card = Card(experts, pool, "fast")
     try:
         engine.error = 719
 
@@ -346,15 +349,15 @@ def test_layers_add_up_whatever_lane_serves_their_experts(
     assert counts.num_copies > 0
     assert counts.num_staged > 0
     assert counts.num_loans > 0
+    read = np.sum(card.guesses[:-1], axis=0).tolist()  # the last step's log is still on its way
+    assert [counts.num_guessed, counts.num_guessed_right] == read
+    assert counts.num_guessed_right > 0
     if mode == "fast":
         assert counts.num_cpu > 20
         assert counts.num_split > 0
-        read = np.sum(card.guesses[:-1], axis=0).tolist()  # the last step's log is still on its way
-        assert [counts.num_guessed, counts.num_guessed_right] == read
-        assert counts.num_guessed_right > 0
         assert card.num_kept_ahead > 0
     else:
-        assert (counts.num_cpu, counts.num_split, counts.num_guessed) == (0, 0, 0)
+        assert (counts.num_cpu, counts.num_split) == (0, 0)
 
 
 @pytest.mark.timeout(900)
@@ -388,18 +391,34 @@ def test_settings_for_measurements_change_no_sums(
         assert counts.num_split == 0
 
 
-def test_a_layer_that_is_captured_tells_what_crosses_an_attention(
-    experts: ExpertArena, pool: KernelPool
+@pytest.mark.parametrize("fault", ["refuses", "drops marks", "no driver"])
+def test_without_a_driver_that_can_nothing_is_fetched_ahead_and_it_is_said(
+    experts: ExpertArena,
+    pool: KernelPool,
+    engine: CopyEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
 ) -> None:
+    def no_driver() -> None:
+        raise MachineError("the driver lacks what copies by the copy engine need: cuStreamWriteValue32_v2")
+
+    engine.error = 801 if fault == "refuses" else 0
+    engine.drops_marks = fault == "drops marks"
+    if fault == "no driver":
+        monkeypatch.setattr(gpu_offload, "find_driver_calls", no_driver)
     card = Card(experts, pool, "fast")
     try:
-        with card.offload.planning(1, torch.zeros(1, dtype=torch.int32)):
-            crossings = [card.offload.crossing(layer) for layer in range(LAYERS)]
-            assert card.offload.is_decoding
-        assert [each is not None for each in crossings] == [False, False, True]
-        with card.offload.planning(2, torch.zeros(1, dtype=torch.int32)):
-            assert card.offload.crossing(2) is None
-        assert not card.offload.is_decoding
+        said = {"refuses": "error 801", "drops marks": "did not write", "no driver": "the driver lacks"}
+        (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+        assert record.getMessage().startswith("no experts are fetched ahead of their layer: ")
+        assert said[fault] in record.getMessage()
+        assert card.offload.courier is None
+        num_tried = engine.num_copies
+        for rows in (1, 2):
+            card.decode(rows)  # checks its sums
+        assert card.guesses == [[0, 0], [0, 0]]
+        assert engine.num_copies == num_tried
     finally:
         card.offload.close()
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from glm53srv.errors import EngineError
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.courier import Courier
 from glm53srv.offload.device.gpu import look_ahead
@@ -27,7 +28,7 @@ from glm53srv.offload.device.gpu.launch import (
     RouterWeights,
     make_landing,
 )
-from glm53srv.offload.device.gpu.look_ahead import MAX_ROWS, GuessedModel, LookAhead, SideStreams
+from glm53srv.offload.device.gpu.look_ahead import GuessedModel, LookAhead, SideStreams
 from glm53srv.offload.device.gpu.order_kernel import launch_await
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.device.region import Region
@@ -38,16 +39,14 @@ from tests.offload_device.copy_engine import STREAM, CopyEngine
 
 NUM_LAYERS = 8
 CUTS = (0, 3, 6)  # layers that follow no other in one graph
+STACKS: list[Stack] = []
 
 
-@dataclass
-class FakeEvent:
-    """One that is recorded again and again."""
-
-    seen: frozenset[str] = frozenset()
-
-    def record(self, stream: FakeStream) -> None:
-        self.seen = stream.record_event()
+@pytest.fixture(autouse=True)
+def no_courier_stays() -> Iterator[None]:
+    yield
+    while STACKS:
+        STACKS.pop().close()
 
 
 @dataclass
@@ -60,8 +59,8 @@ class FakeStream:
     def record_event(self) -> frozenset[str]:
         return frozenset(self.seen)
 
-    def wait_event(self, event: frozenset[str] | FakeEvent) -> None:
-        self.seen |= event.seen if isinstance(event, FakeEvent) else event
+    def wait_event(self, event: frozenset[str]) -> None:
+        self.seen |= event
 
 
 @dataclass
@@ -70,12 +69,11 @@ class Schedule:
 
     main: FakeStream = field(default_factory=lambda: FakeStream("main"))
     guesses: FakeStream = field(default_factory=lambda: FakeStream("guess"))
-    fetches: FakeStream = field(default_factory=lambda: FakeStream("fetch"))
+    fetches: FakeStream = field(default_factory=lambda: FakeStream("keep"))
     landings: FakeStream = field(default_factory=lambda: FakeStream("gather"))
     shared: FakeStream = field(default_factory=lambda: FakeStream("shared"))
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     layer: int = 0
-    unguessed: tuple[int, ...] = CUTS
 
     def streams(self) -> SideStreams:
         return SideStreams(
@@ -83,7 +81,6 @@ class Schedule:
             self.fetches,
             self.landings,
             self.shared,
-            lasting_event=FakeEvent,
             main=lambda: self.main,
             on=self.on,
         )
@@ -94,17 +91,9 @@ class Schedule:
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
-        """Name what runs: a guess or fetch is for the layer behind, but the first copies of a guessed layer
-        are those into slots."""
-        is_own = any(stream is each for each in (self.landings, self.shared))
-        work = f"{stream.name} {self.layer + (not is_own)}"
-        if (
-            stream is self.fetches
-            and self.layer not in self.unguessed
-            and f"keep {self.layer}" not in self.before
-        ):
-            work = f"keep {self.layer}"
-        if stream is self.guesses and work in self.before:
+        """Name what runs: a guess and the order behind it are for the next layer."""
+        work = f"{stream.name} {self.layer + (stream is self.guesses)}"
+        if work in self.before:
             work = f"order {self.layer + 1}"
         yield
         self.run(stream, work)
@@ -122,10 +111,10 @@ class Stack:
         *,
         runs_hits_first: bool = False,
         crosses: bool = False,
-        courier: Courier | None = None,
+        has_courier: bool = True,
     ) -> None:
         unguessed = CUTS[:1] if crosses else CUTS
-        self.arena, self.schedule, self.rows = arena, Schedule(unguessed=unguessed), rows
+        self.arena, self.schedule, self.rows = arena, Schedule(), rows
         self.runs_hits_first = runs_hits_first
         self.rng = np.random.default_rng(seed)
         experts, hidden = arena.geometry.num_experts, arena.layout.hidden
@@ -154,7 +143,13 @@ class Stack:
         )
         model = GuessedModel(geometry, size, routers, across, self.slots, homes)
         device = torch.device("cpu")
-        self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams(), courier)
+        self.courier = Courier(16) if has_courier else None
+        self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams(), self.courier)
+        self.engine = CopyEngine()
+        if self.courier is not None:
+            STACKS.append(self)  # what a thread writes to stays until it has ended
+            assert self.ahead.arrived is not None
+            self.courier.start(self.engine.calls(), size, STREAM, self.ahead.arrived.data_ptr())
         self.landed = torch.zeros((16, size), dtype=torch.uint8)
         self.landing = make_landing(self.landed)
         self.head = torch.zeros(1, dtype=torch.int32)
@@ -163,6 +158,11 @@ class Stack:
         ring[: self.num_slots] = np.arange(self.num_slots)
         self.offers = Offers(0, 0, 0, ring)
         self.taken: list[tuple[int, int, int]] = []
+
+    def close(self) -> None:
+        self.engine.release()
+        if self.courier is not None:
+            self.courier.close()
 
     def scores(self, layer: int, x: torch.Tensor) -> np.ndarray:
         logits = x.float() @ self.gates[layer].float()
@@ -219,8 +219,6 @@ class Stack:
         enqueue_copies(schedule.streams(), ahead, layer, work)
         self.check_experts(layer, picks, outputs)
         schedule.run(schedule.main, f"experts {layer}")
-        if ahead.behind_experts:
-            ahead.fetch_behind(layer, schedule.main.record_event())
         ahead.join(layer)
         return outputs
 
@@ -338,9 +336,6 @@ def run_layers(stack: Stack) -> Schedule:
             sides = schedule.guesses.seen | schedule.fetches.seen | schedule.landings.seen
             sides |= schedule.shared.seen
             assert schedule.main.seen >= sides
-            cross = stack.ahead.crossing(layer + 1) if layer + 1 < NUM_LAYERS else None
-            if cross is not None:
-                cross()
     return stack.schedule
 
 
@@ -355,46 +350,32 @@ def test_everything_waits_for_what_it_reads_and_for_readers_of_what_it_writes(
         assert f"gather {layer}" in before[f"experts {layer}"]
         assert f"plan {layer}" in before[f"shared {layer}"]
         assert f"shared {layer}" in before[f"experts {layer}"]
-        assert not before[f"shared {layer}"] & {f"gather {layer}", f"hits {layer}", f"fetch {layer}"}
+        assert not before[f"shared {layer}"] & {f"gather {layer}", f"hits {layer}"}
         for earlier in range(layer):  # one landing for all layers
             assert f"experts {earlier}" in before[f"gather {layer}"]
     guessed = [layer for layer in range(NUM_LAYERS) if layer not in (CUTS[:1] if crosses else CUTS)]
-    assert {int(work.split()[1]) for work in before if work.startswith("guess")} == set(guessed)
+    for name in ("guess", "order", "keep"):
+        assert {int(work.split()[1]) for work in before if work.startswith(name)} == set(guessed)
     for layer in guessed:
         # the router's input and the residency row, which the main stream makes and frees, and changes
         assert layer < 2 or f"experts {layer - 2}" in before[f"guess {layer}"]
         assert f"plan {layer - 1}" not in before[f"guess {layer}"]  # it need not wait that long
-        assert f"guess {layer}" in before[f"plan {layer}"]
-        assert {f"guess {layer}", f"gather {layer - 1}"} <= before[f"fetch {layer}"]
-        assert f"fetch {layer}" in before[f"experts {layer}"]
-        assert {f"fetch {layer}", f"plan {layer}"} <= before[f"keep {layer}"]
+        assert {f"guess {layer}", f"gather {layer - 1}"} <= before[f"order {layer}"]
+        assert f"order {layer}" in before[f"plan {layer}"]
+        assert f"plan {layer}" in before[f"keep {layer}"]
+        assert f"keep {layer}" not in before[f"experts {layer}"]
         for earlier in range(layer % 2, layer - 1, 2):  # the same set of lists and buffers
-            assert f"experts {earlier}" in before[f"fetch {layer}"]
+            assert f"experts {earlier}" in before[f"order {layer}"]
             assert f"plan {earlier}" in before[f"guess {layer}"]
             if earlier in guessed:
-                assert {f"fetch {earlier}"} <= before[f"guess {layer}"]
-                assert f"keep {earlier}" in before[f"plan {layer}"]
-                assert f"keep {earlier}" in before[f"fetch {layer}"]
-
-
-@pytest.mark.parametrize("crosses", [False, True])
-@pytest.mark.parametrize("runs_hits_first", [False, True])
-def test_a_plan_and_its_copies_do_not_wait_for_what_is_still_on_its_way(
-    arena: ExpertArena, runs_hits_first: bool, crosses: bool
-) -> None:
-    before = run_all(arena, 2, runs_hits_first=runs_hits_first, crosses=crosses).before
-    for layer in (1, 2, 3, 4, 5, 6, 7) if crosses else (1, 2, 4, 5, 7):
-        assert f"fetch {layer}" in before[f"experts {layer}"]
-        assert f"fetch {layer}" not in before[f"plan {layer}"]
-        assert f"fetch {layer}" not in before[f"gather {layer}"]
-        assert f"keep {layer}" not in before[f"experts {layer}"]
+                assert f"keep {earlier}" in before[f"order {layer}"]
 
 
 def test_experts_in_vram_wait_for_no_copy_of_their_layer_and_the_others_for_them(arena: ExpertArena) -> None:
     before = run_all(arena, 1, runs_hits_first=True).before
     for layer in range(NUM_LAYERS):
         assert f"plan {layer}" in before[f"hits {layer}"]
-        assert not before[f"hits {layer}"] & {f"gather {layer}", f"fetch {layer}"}
+        assert f"gather {layer}" not in before[f"hits {layer}"]
         assert f"hits {layer}" in before[f"experts {layer}"]  # they share the kernel's scratch
         assert f"hits {layer}" not in before[f"gather {layer}"]
     order = list(before)  # as enqueued: what most waits for first
@@ -403,9 +384,14 @@ def test_experts_in_vram_wait_for_no_copy_of_their_layer_and_the_others_for_them
         assert sorted(work, key=order.index) == work
 
 
-def test_without_buffers_nothing_is_guessed(arena: ExpertArena) -> None:
-    for schedule in (run_all(arena, 0), run_all(arena, 2, limit=0)):
+def test_without_buffers_or_a_courier_nothing_is_guessed(arena: ExpertArena) -> None:
+    without = Stack(arena, 2, seed=1, rows=1, has_courier=False)
+    given_up = Stack(arena, 2, seed=1, rows=1)
+    given_up.ahead.give_up()
+    schedules = [run_all(arena, 0), run_all(arena, 2, limit=0), run_layers(without), run_layers(given_up)]
+    for schedule in schedules:
         assert {work.split()[0] for work in schedule.before} == {"plan", "gather", "shared", "experts"}
+    assert (without.ahead.num_ahead, given_up.ahead.num_ahead) == (0, 0)
 
 
 def test_behind_a_latent_attention_as_many_are_fetched_unless_told_otherwise(arena: ExpertArena) -> None:
@@ -421,31 +407,6 @@ def test_behind_a_latent_attention_as_many_are_fetched_unless_told_otherwise(are
             x = stack.draw()
             stack.run_layer(layer, x, list_guesses(stack.scores(layer, x), 4).astype(np.int64))
         assert stack.ahead.told[:5, 0].tolist() == expected
-        assert (stack.ahead.crossing(3) is None) == (expected[3] == 0)
-        assert stack.ahead.crossing(2) is None
-
-
-def test_a_step_that_is_not_captured_fetches_across_an_attention_as_elsewhere(arena: ExpertArena) -> None:
-    stack = Stack(arena, 2, seed=1, rows=1, crosses=True)
-    for layer in range(4):  # nobody calls crossing()
-        x = stack.draw()
-        stack.run_layer(layer, x, list_guesses(stack.scores(layer, x), 4).astype(np.int64))
-    assert "fetch 3" in stack.schedule.before["experts 3"]
-
-
-def test_steps_of_several_rows_are_not_guessed(arena: ExpertArena) -> None:
-    stack = Stack(arena, 2, seed=2, rows=MAX_ROWS + 1, crosses=True)
-    for num_rows in (MAX_ROWS + 1, MAX_ROWS):
-        stack.ahead.begin_step(num_rows)
-        stack.schedule.before.clear()
-        assert stack.ahead.is_on == (num_rows <= MAX_ROWS)
-        for layer in range(4):
-            x = stack.draw()[:num_rows]
-            picks = list_guesses(stack.scores(layer, x), 4).astype(np.int64)
-            stack.run_layer(layer, x, picks)
-        work = {each.split()[0] for each in stack.schedule.before}
-        assert ("fetch" in work) == ("guess" in work) == (num_rows <= MAX_ROWS)
-        assert (stack.ahead.crossing(3) is None) == (num_rows > MAX_ROWS)
 
 
 def test_a_limit_holds_for_each_layer(arena: ExpertArena) -> None:
@@ -459,69 +420,31 @@ def test_a_limit_holds_for_each_layer(arena: ExpertArena) -> None:
     assert not stack.ahead.told.any()  # or the last step's would be counted again and again
 
 
-@pytest.fixture
-def courier() -> Iterator[Courier]:
-    made = Courier(16)
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("runs_hits_first", [False, True])
-def test_orders_to_the_copy_engine_wait_for_who_reads_what_they_overwrite(
-    arena: ExpertArena, courier: Courier, runs_hits_first: bool
-) -> None:
-    engine = CopyEngine()
-    stack = Stack(arena, 2, seed=1, rows=3, runs_hits_first=runs_hits_first, crosses=True, courier=courier)
-    assert stack.ahead.arrived is not None
-    size, arrived = arena.layout.record_bytes, stack.ahead.arrived.data_ptr()
-    courier.start(engine.calls(), size, STREAM, arrived)
+def test_all_that_was_guessed_comes_by_the_copy_engine_for_several_rows_too(arena: ExpertArena) -> None:
+    stack = Stack(arena, 2, seed=1, rows=3, crosses=True)
     with stack.ahead.captured():
-        before = run_layers(stack).before  # checks every expert's bytes
-    guessed = range(1, NUM_LAYERS)
-    assert engine.num_copies == 2 * len(guessed)
-    assert {work.split()[0] for work in before} >= {"order", "keep"}
-    assert not any(work.startswith("fetch") for work in before)
-    for layer in guessed:
-        order = before[f"order {layer}"]
-        assert {f"guess {layer}", f"gather {layer - 1}"} <= order
-        if layer >= 2:  # the same set of buffers
-            assert f"experts {layer - 2}" in order
-        if layer >= 3:
-            assert f"keep {layer - 2}" in order
-        assert f"plan {layer}" in before[f"keep {layer}"]
-        assert stack.ahead.crossing(layer) is None
+        run_layers(stack)  # checks every expert's bytes
+    assert stack.engine.num_copies == 2 * (NUM_LAYERS - 1)
 
 
 def test_behind_a_late_copy_nothing_is_ordered_until_the_gate_is_open(
-    arena: ExpertArena, courier: Courier, monkeypatch: pytest.MonkeyPatch
+    arena: ExpertArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = CopyEngine()
-    stack = Stack(arena, 1, seed=1, rows=1, courier=courier)
-    assert stack.ahead.arrived is not None
-    courier.start(engine.calls(), arena.layout.record_bytes, STREAM, stack.ahead.arrived.data_ptr())
+    stack = Stack(arena, 1, seed=1, rows=1)
     with monkeypatch.context() as patch:
         patch.setattr(look_ahead, "launch_await", functools.partial(launch_await, most_polls=20))
-        engine.hold()
+        stack.engine.hold()
         run_layers(stack)  # checks every expert's bytes
     told = stack.ahead.told[:, 0].tolist()
     assert told[1:3] == [1, 1]  # layer 2 was guessed before layer 1 had waited
     assert told[3:] == [0] * (NUM_LAYERS - 3)
-    assert courier.take_late()
-    engine.release()
+    assert stack.courier is not None
+    assert stack.courier.take_late()
+    stack.engine.release()
+    stack.courier.catch_up(stack.ahead.newest_order())
     stack.ahead.open_gate()
     run_layers(stack)
     assert stack.ahead.told[4, 0] == 1
-
-
-def test_a_courier_may_be_left_out_and_asked_again(arena: ExpertArena, courier: Courier) -> None:
-    stack = Stack(arena, 1, seed=1, rows=1, courier=courier)
-    assert not stack.ahead.behind_experts
-    stack.ahead.order_copies(False)
-    assert (stack.ahead.behind_experts, stack.ahead.max_rows) == (True, MAX_ROWS)
-    run_layers(stack)
-    assert any(work.startswith("fetch") for work in stack.schedule.before)
-    stack.ahead.order_copies(True)
-    assert (stack.ahead.behind_experts, stack.ahead.max_rows) == (False, 4)
 
 
 def test_steps_that_may_not_fetch_guess_nothing(arena: ExpertArena) -> None:
@@ -532,3 +455,21 @@ def test_steps_that_may_not_fetch_guess_nothing(arena: ExpertArena) -> None:
     stack.ahead.allow(True)
     run_layers(stack)
     assert stack.ahead.told[1, 0] == 2
+
+
+def test_a_courier_is_tried_out_before_it_is_trusted(arena: ExpertArena) -> None:
+    stack = Stack(arena, 2, seed=1, rows=1)
+    settled: list[bool] = []
+    assert stack.courier is not None
+    stack.ahead.try_out(stack.courier, lambda: settled.append(True), arena.records[0])
+    assert settled == [True]
+    assert stack.engine.num_copies == 1
+    run_layers(stack)  # what was tried leaves no trace
+    with pytest.raises(EngineError, match="differs from it"):
+        stack.ahead.try_out(stack.courier, lambda: None, arena.records[1])
+    stack.engine.drops_marks = True
+    with pytest.raises(EngineError, match="did not write the number"):
+        stack.ahead.try_out(stack.courier, lambda: None, arena.records[0])
+    stack.engine.error = 801
+    with pytest.raises(EngineError, match="error 801"):
+        stack.ahead.try_out(stack.courier, lambda: None, arena.records[0])

@@ -138,8 +138,6 @@ class DecodeLayers:
     def combine(self, layer: int, out: torch.Tensor) -> None:
         """Add to a layer's sum, float32 (rows, hidden), the CPU's part, behind a wait for it, and that of
         experts which were computed before the others."""
-        if self.look_ahead.behind_experts:
-            self.look_ahead.fetch_behind(layer, self._streams.main().record_event())
         if self.lane is not None:
             sums = self.buffers.hit_sums if self.has_hits else None
             launch_combine(out, self.buffers.count_rows[layer], layer, self.lane.ring, sums)

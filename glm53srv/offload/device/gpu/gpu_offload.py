@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from glm53srv.errors import EngineError
+from glm53srv.errors import EngineError, Glm53Error
 from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost import CostOverrides
 from glm53srv.offload.device.counts import Counts
@@ -65,8 +65,8 @@ class GpuOffload:
         poisons: bool = False,
     ) -> None:
         """Allocate the slots. lane: the CPU workers, None in exact mode; prefill_lane: those for short
-        prompts, None without; courier: has the copy engine fetch ahead, None for a kernel. The offload closes
-        them.
+        prompts, None without; courier: has the copy engine fetch ahead, None for nothing ahead. The offload
+        closes them.
 
         fingerprint: of the routers, see model/fingerprint.py. poisons: see GpuSlots. Call start() before the
         first step. Raises torch.OutOfMemoryError.
@@ -130,10 +130,6 @@ class GpuOffload:
     def start(self, calibration: Calibration) -> None:
         """Begin with these costs, and with the experts that an earlier run found popular."""
         self._open_costs(calibration, self._options.costs)
-        # Without workers, in exact mode, attention is of cooperative kernels: see look_ahead.MAX_ROWS.
-        # But copies by the engine are in nobody's way.
-        num_ahead = 0 if self.lane is None and self.courier is None else self.plan.ahead
-        self.look_ahead.limit(num_ahead)
         self._start_courier()
         history = self._heat_keeper.load()
         if history is not None:
@@ -142,6 +138,7 @@ class GpuOffload:
         self._report = self._describe()
         keys, slots = self.policy.geometry.num_keys, self.plan.num_slots
         launches = 2 if self.layers.has_hits else 1
+        num_ahead = self.look_ahead.num_ahead
         logger.info("offload slots=%d experts=%d ahead=%d launches=%d", slots, keys, num_ahead, launches)
 
     def change_lane(self, make: Callable[[], CpuLane | None], costs: CostOverrides) -> None:
@@ -195,7 +192,6 @@ class GpuOffload:
         if not 1 <= num_rows <= max_rows:
             raise EngineError(f"a decode step of {num_rows} rows, the offload has {max_rows}")
         self.layers.rows = num_rows
-        self.look_ahead.begin_step(num_rows)
         if self.courier is not None:
             # Not while kernels may still be loaded, nor in the queue behind staged experts.
             self.look_ahead.allow(is_captured and self._loan.staged is None)
@@ -215,7 +211,6 @@ class GpuOffload:
         """
         lane = self.lane
         self.layers.rows = num_rows
-        self.look_ahead.begin_step(num_rows)
         try:
             with (
                 contextlib.nullcontext() if lane is None else lane.numbered_at(first_job),
@@ -224,10 +219,6 @@ class GpuOffload:
                 yield
         finally:
             self.layers.rows = 0
-
-    def crossing(self, layer: int) -> Callable[[], None] | None:
-        """See LookAhead.crossing."""
-        return self.look_ahead.crossing(layer)
 
     def end_decode(self, step_ms: float) -> None:
         """End the enqueueing of a step: send its log on its way, and do the host's work beside it.
@@ -238,7 +229,7 @@ class GpuOffload:
         if self.lane is not None:
             ledger.observe_cpu(self.lane.take_answers())
         width = self.layers.rows * self.policy.geometry.top_k
-        log = self._logs.swap(width, is_guessed=self.look_ahead.is_on)
+        log = self._logs.swap(width, is_guessed=self.look_ahead.num_ahead > 0)
         self.layers.rows = 0
         if log is not None:
             self._learn(log)
@@ -330,10 +321,19 @@ class GpuOffload:
     # ---- inside ----
 
     def _start_courier(self) -> None:
-        arrived = self.look_ahead.arrived
-        if self.courier is not None and self._errands is not None and arrived is not None:
-            size, stream = self.arena.layout.record_bytes, self._errands.cuda_stream
-            self.courier.start(find_driver_calls(), size, stream, arrived.data_ptr())
+        """Start it, and try it out: a driver may refuse what it asks for."""
+        courier, errands, arrived = self.courier, self._errands, self.look_ahead.arrived
+        if courier is None or errands is None or arrived is None:
+            return
+        try:
+            size, stream = self.arena.layout.record_bytes, errands.cuda_stream
+            courier.start(find_driver_calls(), size, stream, arrived.data_ptr())
+            self.look_ahead.try_out(courier, errands.synchronize, self.arena.records[0])
+        except Glm53Error as error:
+            logger.warning("no experts are fetched ahead of their layer: %s", error)
+            self.courier = None
+            courier.close()
+            self.look_ahead.give_up()
 
     def _say_late(self) -> None:
         """Tell of the first time aloud: a kernel that is loaded meanwhile may hold the driver up."""

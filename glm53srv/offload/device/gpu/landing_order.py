@@ -1,9 +1,9 @@
-"""In which order a decode layer's copies, its experts and the copies for the next layer go to which stream.
+"""In which order a decode layer's copies, its experts and the orders for the next layer go to which stream.
 
-    main      plan l ---------- hits l ------------ wait ---- the other experts l
-    shared         |--- shared expert l ------------/   /
-    landings       \\-- gather l ----------------------/ /
-    fetches    ... fetch l ----------------------------/                        fetch l+1 ...
+    main      plan l ---------- hits l ------------ wait ---- await l ---- the other experts l
+    shared         |--- shared expert l ------------/  /
+    landings       \\-- gather l ---------------------/
+    guesses   guess l+1 ---------------- | -- order l+1
 
 Without a launch of their own for hits, the experts in VRAM, gather goes by the main stream.
 """
@@ -64,7 +64,6 @@ def enqueue_copies(
         look_ahead.guess(layer, work.x, work.ready)
         work.gather()
         shared = _beside(streams, work)
-        look_ahead.keep(layer, work.planned)
         gathered = main.record_event()
     else:
         streams.landings.wait_event(work.planned)
@@ -74,10 +73,8 @@ def enqueue_copies(
         work.run_hits()
         shared = _beside(streams, work)
         look_ahead.guess(layer, work.x, work.ready)
-        look_ahead.keep(layer, work.planned)
         main.wait_event(gathered)
-    if not look_ahead.behind_experts:
-        look_ahead.fetch_behind(layer, gathered)
+    look_ahead.order_behind(layer, gathered)
     if shared is not None:
         main.wait_event(shared)
     look_ahead.arrive(layer)

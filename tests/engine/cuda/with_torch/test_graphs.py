@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,6 @@ class FakeRecorder:
     told: list[Any] = field(default_factory=list)
     num_graphs: int = 0
     first_job: torch.Tensor | None = None
-    crossed: tuple[int, ...] = ()
 
     def scratch(self) -> list[Any]:
         return ["workspace"]
@@ -54,9 +53,6 @@ class FakeRecorder:
         self.first_job = first_job
         yield
         self.told.append("planned")
-
-    def crossing(self, layer: int) -> Callable[[], None] | None:
-        return (lambda: self.told.append(f"cross {layer}")) if layer in self.crossed else None
 
     def begin(self) -> FakeGraph:
         self.num_graphs += 1
@@ -144,16 +140,12 @@ def make(
     most_by_row: int = 0,
     mlp: Any = None,
     names: tuple[str, ...] = ("r0", "a1", "r2", "a3", "r4"),
-    sparse: Mapping[str, int] | None = None,
     gates: Any = None,
 ) -> tuple[DecodeGraph, list[Layer]]:
-    """Build blocks around recurrent layers, r, and latent attentions, a; sparse: numbers of some networks."""
+    """Build blocks around recurrent layers, r, and latent attentions, a."""
     told = recorder.told
     layers = [Layer(told, name, is_latent=name[0] == "a") for name in names]
     blocks = [Block(layer, mlp or Sparse(None, is_inside=True)) for layer in layers]
-    for block in blocks:
-        if block.attn.name in (sparse or {}):
-            block.mlp.sparse_layer = (sparse or {})[block.attn.name]
     head = Module(lambda x: x[..., :1].float().expand(-1, -1, VOCAB).contiguous())
     parts = Parts([Module(embed), Module(lambda x: x.float())], blocks, [head])
     made: Any = recorder
@@ -249,18 +241,6 @@ def test_a_step_replays_graphs_with_the_attentions_between(most_by_row: int) -> 
     assert all(call["block_table"].is_contiguous() for call in calls)
     assert recorder.first_job is not None
     assert recorder.first_job.tolist() == [-7]
-
-
-def test_what_crosses_an_attention_is_launched_behind_the_graph_in_front() -> None:
-    recorder = FakeRecorder(crossed=(7,))
-    graph, _ = make(recorder, 1, sparse={"a1": 6, "a3": 7})
-    graph.capture(planner(recorder))
-    assert "cross 7" not in recorder.told
-    recorder.told.clear()
-    graph.run(DecodeRows([1], [0], [(0,)], [3], 1, first_job=0))
-    assert [each if isinstance(each, str) else each[0] for each in recorder.told] == [
-        *("replay 0", "replay 1", "a1", "replay 2", "cross 7", "a3", "replay 3")
-    ]
 
 
 def test_attention_rows_go_where_the_next_graph_reads_them() -> None:
