@@ -5,10 +5,11 @@
 
 Reads a Chrome trace as torch's profiler writes it, device events only; needs the Python standard library.
 Steps are told apart by the copy of the logits to the host, the largest of those. A part's time is that of its
-kernels; `alone` is what of it no kernel of another part ran beside, `share` that of the step. When nothing
-ran on the GPU it was idle: between steps for the host, within one between two kernels. Up to three launches
-of experts stand behind a layer's plan: the shared expert and, in fast mode, those in VRAM, then the others.
-Those in VRAM run the kernels of the others; a shared expert that does, too, is the second of the two.
+kernels; `alone` is what of it no kernel of another part ran beside, `share` that of the step. The copy engine
+is in no kernel's way: its copies are alone where no kernel ran. When nothing ran on the GPU it was idle:
+between steps for the host, within one between two kernels. Up to three launches of experts stand behind a
+layer's plan: the shared expert and, in fast mode, those in VRAM, then the others. Those in VRAM run the
+kernels of the others; a shared expert that does, too, is the second of the two.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from bench.report import run_command
 
 TOOL = "profile"
 ROUTED, EARLY, SHARED, IDLE = "routed experts", "experts in VRAM, before", "shared expert", "idle"
+COPIES = "copies"
 PARTS: tuple[tuple[str, str, str], ...] = (
     (ROUTED, r"exl3_moe", "#c0392b"),
     (EARLY, r"(?!)", "#e6b0aa"),  # by their places, see _name_parts
@@ -47,12 +49,12 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("hyper-connections, norms", r"hc_|rms_norm", "#7f8c8d"),
     ("head", r"(?!)", "#34495e"),  # the last product of a step
     ("other products", r"gemv|gemm|nvjet|splitK|cublas|cutlass", "#2980b9"),
-    ("copies", r"Memcpy|Memset", "#95a5a6"),
+    (COPIES, r"Memcpy|Memset", "#95a5a6"),
     ("other kernels", r"", "#bdc3c7"),
 )
 """Name, kernels, colour; the first that matches counts."""
 COLOURS = {name: colour for name, _, colour in PARTS}
-LINK_PARTS = ("experts on the link", "copies")
+LINK_PARTS = ("experts on the link", COPIES)
 TO_HOST = "Memcpy DtoH"
 DOWN = "coop_b_kernel"
 OVERLAP_US = 1.0
@@ -162,7 +164,13 @@ def idle_times(step: Sequence[Event], begin: float) -> tuple[float, float]:
 
 
 def times_alone(step: Sequence[Event]) -> dict[str, float]:
-    """Give each part's microseconds in which kernels of no other part ran."""
+    """Give each part's microseconds in which kernels of no other part ran; copies are no kernels."""
+    found = _times_alone([event for event in step if event.part != COPIES])
+    copied = _times_alone(step).get(COPIES)
+    return found if copied is None else found | {COPIES: copied}
+
+
+def _times_alone(step: Sequence[Event]) -> dict[str, float]:
     changes = sorted(
         (at, sign, event.part) for event in step for at, sign in ((event.begin, 1), (event.end, -1))
     )

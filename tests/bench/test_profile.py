@@ -154,6 +154,8 @@ def test_what_runs_beside_other_parts_is_not_alone() -> None:
         *(event("experts", 100, 130), event("others", 120, 125)),
     ]
     assert times_alone(step) == {"link": 10 + 40, "experts": 20 + 5}
+    beside = [*step, event("copies", 5, 140)]  # in nobody's way
+    assert times_alone(beside) == {"link": 10 + 40, "experts": 20 + 5, "copies": 10}
 
 
 def test_the_picture_is_svg_with_lanes_for_the_gpu_and_for_the_link(
