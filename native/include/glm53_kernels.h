@@ -471,8 +471,8 @@ int32_t glm53_crew_describe(const glm53_crew *crew, glm53_crew_stats *stats);
 
 /* ---- the courier: a thread that gives a GPU's copy engine its orders ----
  *
- * A kernel knows what is to be copied out of host memory, and only the host can have the copy engine do it. So
- * the kernel writes an order into a ring, and the courier enqueues its copies on a stream of its own, and
+ * A kernel knows what is to be copied out of host memory, and only the host can have the copy engine do it.
+ * So the kernel writes an order into a ring, and the courier enqueues its copies on a stream of its own, and
  * behind them a write of the order's number to a word on the device, which other kernels wait for.
  *
  * Ring: num_cells cells of 128 bytes, aligned to 128, the order s in cell s mod num_cells. At a cell's
