@@ -41,8 +41,8 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     (EARLY, r"(?!)", "#e6b0aa"),  # by their places, see _name_parts
     (SHARED, r"(?!)", "#e59866"),
     ("experts on the link", r"gather_experts", "#e67e22"),
-    ("guesses", r"score_experts|list_experts|choose_experts", "#d35400"),
-    ("wait for the CPU, add its part", r"add_partial", "#8e44ad"),
+    ("guesses, orders, waits for them", r"score_experts|list_experts|choose_experts|_order", "#d35400"),
+    ("wait for the CPU, add its part", r"add_partial|await_answer", "#8e44ad"),
     ("router, plan", r"routing_|plan_layer", "#f1c40f"),
     ("latent attention", r"_mla_|_dsa_", "#16a085"),
     ("linear attention", r"gdn_|kda_|conv1d|recurrent|gated_rms_norm", "#2ecc71"),

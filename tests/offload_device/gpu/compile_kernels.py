@@ -17,8 +17,7 @@ from triton.compiler import ASTSource
 
 from glm53srv.model.checkpoint import CodebookName
 from glm53srv.offload.device.gpu.combine_kernel import BLOCK as COMBINE_BLOCK
-from glm53srv.offload.device.gpu.combine_kernel import WARPS as COMBINE_WARPS
-from glm53srv.offload.device.gpu.combine_kernel import add_partial
+from glm53srv.offload.device.gpu.combine_kernel import add_partial, await_answer
 from glm53srv.offload.device.gpu.copy_kernel import NO_CUT, USUAL, gather_experts
 from glm53srv.offload.device.gpu.guess_kernel import (
     INPUTS,
@@ -236,6 +235,11 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"source": "*i32", "target": "*i32", "num_words": "i32"},
         {"block": FETCH_BLOCK},
     ),
+    "await_answer": (
+        await_answer,
+        {"counts": "*i32", "first_seq": "*i32", "ring": "i64", "layer": "i32"},
+        {"num_cells": 64, "cell_bytes": 131_072, "has_clock": True},
+    ),
     "add_partial": (
         add_partial,
         {
@@ -253,13 +257,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
             "num_cells": 64,
             "cell_bytes": 131_072,
             "block": COMBINE_BLOCK,
-            "has_clock": True,
             "has_hits": True,
         },
     ),
 }
 
-OPTIONS = {"add_partial": {"num_warps": COMBINE_WARPS}}
+OPTIONS = {"await_answer": {"num_warps": 1}}
 
 
 def main(architecture: int) -> None:

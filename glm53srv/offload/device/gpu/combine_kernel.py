@@ -8,15 +8,38 @@ import triton.language as tl
 
 from glm53srv.offload.device.gpu.launch import MailRing
 
-BLOCK = 4096
-"""Floats of one program: a row of the published model. Each program polls the answer over the link."""
-
-WARPS = 16
-"""A row over the link in two loads of a thread: with 4 warps, eight, the kernel took 18 us where the CPU had
-been done before, and 7 where there was nothing to read (H200, traced, 2026-11-30)."""
+BLOCK = 512
+"""Floats of one program, 16 bytes of a thread: eight programs read a row of the published model over the
+link. One program of 4 warps took 11 us for that. Who waits is one warp, in a kernel of its own, because each
+warp that looks costs a microsecond: a wait that was over at once took 5 us with 4 warps and 16 with 16 (H200,
+traced, 2026-11-30)."""
 
 DONE_WORD = tl.constexpr(16)
 """Place in a mailbox cell, in words of 4 bytes."""
+
+
+@triton.jit(do_not_specialize=["ring", "layer"])
+def await_answer(
+    counts,
+    first_seq,
+    ring,
+    layer,
+    num_cells: tl.constexpr,
+    cell_bytes: tl.constexpr,
+    has_clock: tl.constexpr,
+):
+    """See launch_combine."""
+    if has_clock:
+        arrived = tl.extra.cuda.globaltimer()
+    seq = tl.load(first_seq) + layer
+    cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
+    done = cell.to(tl.pointer_type(tl.int32)) + DONE_WORD
+    seen = tl.load(done, volatile=True)
+    while seen != seq:
+        seen = tl.load(done, volatile=True)
+    if has_clock:
+        tl.store(counts + 4, arrived.to(tl.int32))
+        tl.store(counts + 5, tl.extra.cuda.globaltimer().to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["ring", "layer", "rows"])
@@ -33,35 +56,23 @@ def add_partial(
     num_cells: tl.constexpr,
     cell_bytes: tl.constexpr,
     block: tl.constexpr,
-    has_clock: tl.constexpr,
     has_hits: tl.constexpr,
 ):
-    """See launch_combine."""
-    if has_clock:
-        arrived = tl.extra.cuda.globaltimer()
-    seq = tl.load(first_seq) + layer
+    """See launch_combine. Behind await_answer."""
     num_cpu = tl.load(counts + 2) + tl.load(counts + 6)
-    item = tl.program_id(0) * block + tl.arange(0, block)
-    inside = item < rows * hidden
-    own = tl.load(tl.multiple_of(out, 16) + item, mask=inside)
-    if has_hits:
-        own += tl.load(tl.multiple_of(hit_sums, 16) + item, mask=inside)
-    cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
-    done = cell.to(tl.pointer_type(tl.int32)) + DONE_WORD
-    seen = tl.load(done, volatile=True)
-    while seen != seq:
-        seen = tl.load(done, volatile=True)
-    if has_clock:
-        is_first = tl.program_id(0) == 0
-        tl.store(counts + 4, arrived.to(tl.int32), mask=is_first)
-        tl.store(counts + 5, tl.extra.cuda.globaltimer().to(tl.int32), mask=is_first)
-    if num_cpu > 0:
-        # Cells and their parts begin at multiples of 64 bytes; told so, a thread loads 16 bytes at once: by 4
-        # bytes a row took some ten microseconds.
-        source = tl.multiple_of((cell + y_offset).to(tl.pointer_type(tl.float32)), 64)
-        # Volatile as the word above: neither may come from a cache that the CPU's writes do not reach.
-        own += tl.load(source + item, mask=inside, volatile=True)
     if has_hits or num_cpu > 0:
+        item = tl.program_id(0) * block + tl.arange(0, block)
+        inside = item < rows * hidden
+        own = tl.load(tl.multiple_of(out, 16) + item, mask=inside)
+        if has_hits:
+            own += tl.load(tl.multiple_of(hit_sums, 16) + item, mask=inside)
+        if num_cpu > 0:
+            seq = tl.load(first_seq) + layer
+            cell = ring + (seq & (num_cells - 1)).to(tl.int64) * cell_bytes
+            # Cells and their parts begin at multiples of 64 bytes; told so, a thread loads 16 bytes at once.
+            source = tl.multiple_of((cell + y_offset).to(tl.pointer_type(tl.float32)), 64)
+            # Volatile: it may not come from a cache that the CPU's writes do not reach.
+            own += tl.load(source + item, mask=inside, volatile=True)
         tl.store(tl.multiple_of(out, 16) + item, own, mask=inside)
 
 
@@ -80,6 +91,16 @@ def launch_combine(
     a limit: the crew's watchdog answers every job.
     """
     rows, hidden = out.shape
+    await_answer[(1,)](
+        counts,
+        ring.first_seq,
+        ring.address,
+        layer,
+        num_cells=ring.num_cells,
+        cell_bytes=ring.cell_bytes,
+        has_clock=out.is_cuda,
+        num_warps=1,
+    )
     add_partial[(triton.cdiv(rows * hidden, BLOCK),)](
         out,
         out if hit_sums is None else hit_sums,
@@ -93,7 +114,6 @@ def launch_combine(
         num_cells=ring.num_cells,
         cell_bytes=ring.cell_bytes,
         block=BLOCK,
-        has_clock=out.is_cuda,
         has_hits=hit_sums is not None,
-        num_warps=WARPS,
+        num_warps=4,
     )
