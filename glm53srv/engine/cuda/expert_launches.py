@@ -21,13 +21,12 @@ SILU = 0
 """The package's number of an activation."""
 SUMMED = 128
 """Neurons whose arrival the kernel counts together."""
-
-
 FIRST_PIECES = 2
-"""In how many pieces the sums of `first` are taken in a step of one row. The package takes as many as its
-variable allows (EXL3_MOE_COOP_KSPLIT) and as there is scratch for, four in its own. Four experts took 60 us
-in two pieces and 70 in four, six 93 and 99; one or two, as `last` has, 44 and 59 in two, 37 and 38 in four,
-32 and 49 in eight (bench.cuda.pieces, H200, 2026-11-30)."""
+"""In how many pieces the sums of `first` are taken in a step of one row; half as many in one of two. The
+package takes as many as its variable allows (EXL3_MOE_COOP_KSPLIT) and as there is scratch for: four in its
+own. Four experts of one row took 60 us in two pieces and 70 in four, six 93 and 99; of two rows each 104 in
+one and 123 in four. One or two of one row, as `last` has, took 44 and 59 in two, 37 and 38 in four, 32 and 49
+in eight (bench.cuda.pieces, H200, 2026-11-30)."""
 
 
 class Scratch:
@@ -54,7 +53,7 @@ class ExpertLaunches:
         self._range = (layer.experts_cfg.min_expert, layer.experts_cfg.max_expert)
         self._sums = layer.experts_cfg.out_bszn
         self._routed = _routed_arguments(layer, scratch)
-        self._first_of_one = _routed_arguments(layer, scratch, FIRST_PIECES)
+        self._first = _routed_arguments(layer, scratch, FIRST_PIECES)
         self._shared = _shared_arguments(layer, scratch)
         rows, device = len(self._sums), self._sums.device
         self._shared_sums = scratch.get("shared sums", tuple(self._sums.shape), torch.float32, device)
@@ -72,7 +71,8 @@ class ExpertLaunches:
 
         Gives their sums, float32 (rows, hidden), which the next call overwrites.
         """
-        arguments = self._first_of_one if len(x) == 1 and self._maker.cuts_first_less else self._routed
+        is_small = len(x) <= FIRST_PIECES and self._maker.cuts_first_less
+        arguments = self._first if is_small else self._routed
         self._run(x, picks, weights, *self._range, *arguments, self._sums, None, None)
         return self._sums[: len(x)]
 

@@ -256,7 +256,7 @@ def test_launches_of_their_own_give_what_the_packages_call_does(
         assert layer.bc.num_runs == (0 if is_decoding else 2)
 
 
-def test_what_comes_first_in_a_step_of_one_row_has_scratch_for_fewer_pieces_unless_told_otherwise() -> None:
+def test_what_comes_first_has_scratch_for_fewer_pieces_unless_there_are_many_rows() -> None:
     extension = FakeExtension()
     (layer,) = adopt_sparse_layers(Model([Block(CompiledStock("one", []))]), CompiledStock, extension)
     layer.load_local()
@@ -265,7 +265,8 @@ def test_what_comes_first_in_a_step_of_one_row_has_scratch_for_fewer_pieces_unle
     for rows, cuts, expected in (
         (1, True, FIRST_PIECES * TOP_K),
         (1, False, NUM_SLOTS),
-        (2, True, NUM_SLOTS),
+        (2, True, FIRST_PIECES * TOP_K),
+        (3, True, NUM_SLOTS),
     ):
         layer.maker.cuts_first_less = cuts
         extension.slots.clear()
