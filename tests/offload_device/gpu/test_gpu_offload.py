@@ -4,6 +4,7 @@ add up to equals the experts in place, whatever lies in slots, travels, is share
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -262,6 +263,25 @@ def test_a_step_that_is_not_captured_orders_nothing(
         assert engine.num_copies > NUM_TRIED
     finally:
         card.offload.close()
+
+
+def test_while_slots_are_filled_nothing_is_fetched_ahead(
+    experts: ExpertArena, pool: KernelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_offload, "FEW_COPIES", 0)
+    card = Card(experts, pool, "fast")  # it copies one expert a step while there are free slots
+    try:
+        copied = [0]
+        for _ in range(30):
+            card.decode(1)
+            copied.append(card.offload.counts.num_copies)
+    finally:
+        card.offload.close()
+    was_filling = [now > before for before, now in itertools.pairwise(copied)]
+    for is_behind_copies, (num_fetched, _) in zip([False, *was_filling], card.guesses, strict=False):
+        assert not (is_behind_copies and num_fetched)
+    assert any(was_filling)
+    assert any(num_fetched for num_fetched, _ in card.guesses[1:])
 
 
 def test_a_copy_engine_that_is_late_costs_no_step_its_sums_and_is_used_again(
