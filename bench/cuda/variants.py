@@ -6,8 +6,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
 `glm53srv bench-model`, then --vary with a name and settings each:
 
     landing=N              from 1 on, as of bench-model, at most what the start had
-    ahead=N across=N       from 0 on: experts fetched ahead of their layer; across: of a layer behind a latent
-                           attention, as many by default
+    ahead=N across=N       from 0 on: experts fetched ahead of their layer in a step of one row, one more in
+                           others; across: of a layer behind a latent attention, as many by default
     copies=PxWxI           the kernel that copies a layer's experts: programs, warps, words at once of each
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model

@@ -34,6 +34,14 @@ NUM_AHEAD = 2
 copy engine carries an expert in 0.18. What does not fit shares the link with the next layer's own copies, and
 one guess in three is wrong. Three were as good in fast mode and worse in exact. Other cards were not seen;
 slower ones take longer over attention."""
+MORE_AHEAD = 1
+"""So many more in steps of several rows, whose attention and experts take longer: of 2 / 4 rows three experts
+gave 25.6 / 24.0 tok/s in exact mode, two 23.1 / 21.5 (one start of an H200, 2026-11-30)."""
+
+
+def num_buffers_ahead(num_ahead: int) -> int:
+    """Give the experts of a layer that must find a buffer where num_ahead are fetched in steps of one row."""
+    return min(MAX_AHEAD, num_ahead + MORE_AHEAD) if num_ahead else 0
 
 
 def choose_guesses(lists: NDArray[np.integer], entries: Ints, num_ahead: int) -> Ints:

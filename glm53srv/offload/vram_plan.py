@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from glm53srv.errors import MachineError
 from glm53srv.offload.cost import Mode
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.look_ahead import NUM_AHEAD
+from glm53srv.offload.look_ahead import NUM_AHEAD, num_buffers_ahead
 
 GIB = 2**30
 
@@ -27,8 +27,8 @@ class VramOptions:
 
     reserve_gib None means 1.5 in fast mode and 1.0 in exact mode: graph capture allocates, and 1.0 failed
     under batched decode where 1.5 held (0xSero/glm53-flash-offload). landing: buffers for experts that come
-    over the link in a decode step. ahead: experts that are fetched before their layer is planned, each of
-    which takes two buffers (look_ahead.py).
+    over the link in a decode step. ahead: experts that are fetched before their layer is planned, in a step
+    of one row; with one more, for steps of several, each takes two buffers (look_ahead.py).
     """
 
     reserve_gib: float | None = None
@@ -41,7 +41,7 @@ class VramOptions:
     @property
     def num_buffers(self) -> int:
         """Buffers of an expert each, beside the slots."""
-        return self.landing + 2 * self.ahead
+        return self.landing + 2 * num_buffers_ahead(self.ahead)
 
     def reserve_bytes(self, mode: Mode) -> int:
         """Bytes that stay free."""
@@ -130,7 +130,8 @@ def plan_vram(
         VramLine(
             "landing",
             landing_bytes,
-            f"{options.landing} experts on their way in a decode step, and twice {options.ahead} ahead of it",
+            f"{options.landing} experts on their way in a decode step, twice "
+            f"{num_buffers_ahead(options.ahead)} ahead of it",
         ),
         VramLine("expert cache", num_slots * size, why_slots),
         VramLine("left over", left, f"less than a chunk of {chunk_slots} slots, or beyond the limit"),

@@ -11,7 +11,7 @@ import pytest
 from glm53srv.model.config import load_model_config
 from glm53srv.model.published import PUBLISHED
 from glm53srv.model.weight_sizes import checkpoint_sizes, published_sizes
-from glm53srv.offload.look_ahead import NUM_AHEAD
+from glm53srv.offload.look_ahead import NUM_AHEAD, num_buffers_ahead
 from glm53srv.offload.server_plan import (
     MIB,
     Basis,
@@ -113,7 +113,7 @@ def test_too_little_vram_is_a_problem_that_names_what_is_short() -> None:
     (problem,) = made.problems
     left_over = next(line for line in made.vram if line.name == "left for experts")
     fixed = sum(line.num_bytes for line in made.vram[1:] if line is not left_over)
-    buffers = 16 + 2 * NUM_AHEAD  # of experts of the link, and of guessed ones
+    buffers = 16 + 2 * num_buffers_ahead(NUM_AHEAD)  # of experts of the link, and of guessed ones
     short = fixed + 1.5 * GIB + (32 + buffers) * WEIGHTS.expert - 10 * GIB
     assert float(problem.split()[1]) == pytest.approx(short / GIB, abs=0.006)
     assert made.slots is None

@@ -8,6 +8,7 @@ import pytest
 from glm53srv.errors import MachineError
 from glm53srv.offload.elastic import LoanParams, loan_slots, max_chunk_tokens
 from glm53srv.offload.geometry import ExpertGeometry
+from glm53srv.offload.look_ahead import MAX_AHEAD
 from glm53srv.offload.vram_plan import GIB, VramOptions, explain, plan_vram
 
 FULL = ExpertGeometry()
@@ -56,11 +57,12 @@ def test_the_explanation_adds_up_to_what_is_free() -> None:
     assert len(explain(plan)) == len(plan.lines)
 
 
-def test_what_is_fetched_ahead_takes_two_buffers_each() -> None:
-    none, two = (plan_vram(FULL, 14 * GIB, "fast", VramOptions(ahead=ahead)) for ahead in (0, 2))
-    held = [{line.name: line.num_bytes for line in plan.lines}["landing"] for plan in (none, two)]
-    assert held[1] - held[0] == 4 * FULL.expert_bytes
-    assert (none.ahead, two.ahead) == (0, 2)
+def test_what_is_fetched_ahead_takes_two_buffers_each_and_one_more_for_several_rows() -> None:
+    plans = [plan_vram(FULL, 14 * GIB, "fast", VramOptions(ahead=ahead)) for ahead in (0, 2, MAX_AHEAD)]
+    held = [{line.name: line.num_bytes for line in plan.lines}["landing"] for plan in plans]
+    assert held[1] - held[0] == 2 * 3 * FULL.expert_bytes
+    assert held[2] - held[0] == 2 * MAX_AHEAD * FULL.expert_bytes
+    assert [plan.ahead for plan in plans] == [0, 2, MAX_AHEAD]
 
 
 @pytest.mark.parametrize("seed", range(30))

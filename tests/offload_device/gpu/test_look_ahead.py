@@ -399,7 +399,7 @@ def test_behind_a_latent_attention_as_many_are_fetched_unless_told_otherwise(are
         ((3,), [0, 3, 3, 3, 3]),
         ((3, 1), [0, 3, 3, 1, 3]),
         ((1, 0), [0, 1, 1, 0, 1]),
-        ((1, 5), [0, 1, 1, 3, 1]),
+        ((1, 5), [0, 1, 1, 4, 1]),
     ):
         stack = Stack(arena, 3, seed=2, rows=1, crosses=True)
         stack.ahead.limit(*limits)
@@ -425,6 +425,20 @@ def test_all_that_was_guessed_comes_by_the_copy_engine_for_several_rows_too(aren
     with stack.ahead.captured():
         run_layers(stack)  # checks every expert's bytes
     assert stack.engine.num_copies == 2 * (NUM_LAYERS - 1)
+
+
+def test_a_step_of_several_rows_fetches_one_more_and_has_room_for_it(arena: ExpertArena) -> None:
+    for num_ahead, expected in ((0, (0, 0)), (1, (1, 2)), (2, (2, 3)), (4, (4, 4))):
+        stack = Stack(arena, num_ahead, seed=1, rows=3)
+        for num_rows, num_fetched in zip((1, 3), expected, strict=True):
+            stack.rows = num_rows
+            stack.ahead.begin_step(num_rows)
+            run_layers(stack)  # checks every expert's bytes
+            assert stack.ahead.told[1, 0] == num_fetched
+        stack.ahead.limit(0)
+        stack.ahead.begin_step(3)
+        run_layers(stack)
+        assert not stack.ahead.told.any()
 
 
 def test_behind_a_late_copy_nothing_is_ordered_until_the_gate_is_open(

@@ -199,6 +199,7 @@ class GpuOffload:
         if not 1 <= num_rows <= max_rows:
             raise EngineError(f"a decode step of {num_rows} rows, the offload has {max_rows}")
         self.layers.rows = num_rows
+        self.look_ahead.begin_step(num_rows)
         if self.courier is not None:
             # Not while kernels may still be loaded, nor in the queue behind staged experts or many copies.
             is_free = self._loan.staged is None and self._num_issued <= FEW_COPIES
@@ -219,6 +220,7 @@ class GpuOffload:
         """
         lane = self.lane
         self.layers.rows = num_rows
+        self.look_ahead.begin_step(num_rows)
         try:
             with (
                 contextlib.nullcontext() if lane is None else lane.numbered_at(first_job),

@@ -52,7 +52,7 @@ from glm53srv.offload.device.gpu.order_kernel import (
     make_order_ring,
 )
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.look_ahead import MAX_AHEAD
+from glm53srv.offload.look_ahead import MAX_AHEAD, MORE_AHEAD, num_buffers_ahead
 
 
 class Stream(Protocol):
@@ -122,14 +122,16 @@ class LookAhead:
         streams: SideStreams,
         courier: Courier | None = None,
     ) -> None:
-        """Allocate two sets of num_ahead buffers. Raises torch.OutOfMemoryError.
+        """Allocate two sets of buffers. Raises torch.OutOfMemoryError.
 
-        courier: takes the orders; without one, nothing is fetched ahead.
+        num_ahead: experts that are fetched for a layer in steps of one row; see num_buffers_ahead. courier:
+        takes the orders; without one, nothing is fetched ahead.
         """
         geometry = model.geometry
         self._model = model
         self._streams = streams
-        self._buffers = torch.zeros((2, num_ahead, model.record_bytes), dtype=torch.uint8, device=device)
+        shape = (2, num_buffers_ahead(num_ahead), model.record_bytes)
+        self._buffers = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.told = torch.zeros((geometry.num_layers, TOLD_WORDS), dtype=torch.int32, device=device)
         self._fetches = [make_landing(buffers) for buffers in self._buffers]
         self._keeps = [make_landing(buffers) for buffers in self._buffers]
@@ -137,8 +139,7 @@ class LookAhead:
         hidden = max((router.gate.shape[0] for router in model.routers if router is not None), default=1)
         sums = (num_pieces(hidden), max_rows, geometry.num_experts)
         self._sums = torch.zeros(sums, dtype=torch.float32, device=device)
-        shape = (max_rows, geometry.top_k)
-        self._lists = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._lists = torch.zeros((max_rows, geometry.top_k), dtype=torch.int64, device=device)
         self._imposed: torch.Tensor | None = None
         self._gate: torch.Tensor = torch.tensor([MAX_AHEAD, 0], dtype=torch.int32, device=device)
         self._allowed = MAX_AHEAD
@@ -147,10 +148,12 @@ class LookAhead:
         self._guessed: Any = None  # and behind the newest guess or order
         self._is_captured = False
         self._limits = (num_ahead, num_ahead)
+        self._num_more = 0  # in a step of several rows
         self._aheads = [self._make(layer) for layer in range(geometry.num_layers)]
 
     def limit(self, num_ahead: int, num_across: int | None = None) -> None:
-        """Fetch at most num_ahead experts for each layer, and no more than there is room for.
+        """Fetch at most num_ahead experts for each layer, in steps of several rows MORE_AHEAD more, and not
+        more than there is room for.
 
         num_across: likewise for layers behind a latent attention, None for as many. Graphs that were
         captured before do as before; no step may run.
@@ -161,7 +164,7 @@ class LookAhead:
 
     @property
     def num_ahead(self) -> int:
-        """Experts that are fetched for a layer, at most."""
+        """Experts that are fetched for a layer in a step of one row, at most."""
         return 0 if self._ring is None else self._limits[0]
 
     def impose(self, lists: torch.Tensor) -> None:
@@ -171,6 +174,13 @@ class LookAhead:
         first; read by each step. Before the first step that is captured.
         """
         self._imposed = lists
+
+    def begin_step(self, num_rows: int) -> None:
+        """Enqueue layers of steps of so many rows from here on."""
+        num_more = MORE_AHEAD if num_rows > 1 else 0
+        if num_more != self._num_more:
+            self._num_more = num_more
+            self._aheads = [self._make(layer) for layer in range(len(self.told))]
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -294,6 +304,7 @@ class LookAhead:
     def _fetches_of(self, layer: int) -> Landing:
         """Give a layer's buffers, as many as it may use."""
         limit = self._limits[self._model.across[layer]]
+        limit += self._num_more if limit else 0
         fetches = self._fetches[layer % 2]
         return replace(fetches, num_experts=min(limit, fetches.num_experts))
 
