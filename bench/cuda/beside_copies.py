@@ -19,7 +19,7 @@ import importlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 
 from bench.cuda.profile_step import say
 from bench.cuda.variants import parse_shape
+from bench.errors import BadInput
 from glm53srv.engine.cuda.expert_launches import num_counters
 from glm53srv.engine.cuda.package import PINNED
 from glm53srv.offload.device.gpu.copy_kernel import CopyShape, launch_gather
@@ -178,6 +179,15 @@ class Trials:
         return product_begin.elapsed_time(product_end) * 1e3 if product else 0.0, copied
 
 
+def import_extension(variables: Mapping[str, str]) -> Any:
+    """Import the package's compiled part, which reads its variables then. Raises BadInput."""
+    os.environ.update(variables)
+    try:
+        return importlib.import_module("exllamav3_ext")
+    except ImportError as error:
+        raise BadInput(f"exllamav3's compiled part is not there: {error}") from error
+
+
 def measure(extension: Any, shapes: Sequence[CopyShape]) -> None:
     """Print a line per shape."""
     device = torch.device("cuda")
@@ -204,14 +214,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         shapes = [parse_shape(text) for text in options.shapes]
-    except ValueError as error:
+        extension = import_extension(PINNED[options.mode])
+    except (ValueError, BadInput) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
-    os.environ.update(PINNED[options.mode])
-    try:
-        extension = importlib.import_module("exllamav3_ext")  # reads the environment
-    except ImportError as error:
-        sys.stderr.write(f"error: exllamav3's compiled part is not there: {error}\n")
         return 2
     with torch.inference_mode():
         measure(extension, shapes)

@@ -13,16 +13,15 @@ Exit code 2 without the package's compiled part.
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from bench.cuda.beside_copies import make_experts
+from bench.cuda.beside_copies import import_extension, make_experts
 from bench.cuda.profile_step import say
+from bench.errors import BadInput
 from glm53srv.engine.cuda.package import PINNED
 
 COUNTS = (0, 1, 2, 3, 4, 6, 8)
@@ -73,12 +72,11 @@ def main(argv: Sequence[str]) -> int:
         "--pieces", type=int, nargs="+", default=(1, 2, 4, 8, 16), choices=range(1, 33), metavar="N"
     )
     options = parser.parse_args(argv)
-    # The variable limits the pieces; here scratch does.
-    os.environ.update(PINNED["fast"] | {"EXL3_MOE_COOP_KSPLIT": str(max(options.pieces))})
+    limit = {"EXL3_MOE_COOP_KSPLIT": str(max(options.pieces))}  # beside the scratch's
     try:
-        extension = importlib.import_module("exllamav3_ext")  # reads the environment
-    except ImportError as error:
-        sys.stderr.write(f"error: exllamav3's compiled part is not there: {error}\n")
+        extension = import_extension(PINNED["fast"] | limit)
+    except BadInput as error:
+        sys.stderr.write(f"error: {error}\n")
         return 2
     with torch.inference_mode():
         measure(extension, options.rows, options.pieces)
