@@ -110,7 +110,7 @@ class GpuOffload:
         self._report: OffloadReport | None = None
         self.courier = courier
         self._errands = None if courier is None else torch.cuda.Stream(device)
-        self._was_late = False
+        self._num_late = 0  # steps that waited in vain
         self._num_issued = 0  # copies into slots, in the step before
         self._logs = HostLogs(buffers.log, buffers.lanes, buffers.counts, self.look_ahead.told)
 
@@ -347,10 +347,11 @@ class GpuOffload:
             self.look_ahead.give_up()
 
     def _say_late(self) -> None:
-        """Tell of the first time aloud."""
-        level = logging.DEBUG if self._was_late else logging.WARNING
-        self._was_late = True
-        logger.log(level, "experts fetched ahead were late; the step has copied them itself")
+        """Tell of it, and ever more rarely if it goes on."""
+        self._num_late += 1
+        if self._num_late & (self._num_late - 1) == 0:
+            text = "experts fetched ahead were late, the step copied them itself; in %d steps so far"
+            logger.warning(text, self._num_late)
 
     def _open_costs(self, calibration: Calibration, costs: CostOverrides) -> None:
         has_workers, num_landing = self.lane is not None, self.layers.landing.num_experts
