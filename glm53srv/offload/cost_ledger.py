@@ -17,6 +17,16 @@ REFRESH_STEPS = 64
 """Decode steps between two looks at the costs: some seconds. A table takes some ms of host time."""
 MIN_DRIFT = 0.05
 """Change of a cost that is worth a new table: its entries are whole experts, or eighths at the finest."""
+PROBE_STEPS = 4
+"""Steps that give workers who had no job for long an expert or two of every layer, to see what they take now:
+two sizes, which tell a job's fixed part from its experts'. Without
+them a machine that was busy while it was measured at start, or for a while later, would never be asked again:
+fast mode would go on without its CPU (seen on an H200 machine, 30 November 2026)."""
+PROBED_BY_TWO = 4
+"""Misses of a layer from which a probe gives two of them."""
+FIRST_PROBE = 64
+MAX_PROBE = 4096
+"""Steps without a job before the first probe; twice as many after each that brings no more jobs."""
 
 
 class CostLedger:
@@ -40,6 +50,12 @@ class CostLedger:
         self._parts = parts
         self._tabled = self._tracker.costs
         self._num_steps = 0
+        is_pinned = None not in (overrides.cpu_fixed_ms, overrides.cpu_expert_ms)
+        self._may_probe = mode != "exact" and not is_pinned
+        self._num_jobless = 0  # steps in a row
+        self._probe_after = FIRST_PROBE
+        self._probe_ends: int | None = None  # the step at whose end a running probe is over
+        self._own_jobs_from = 0  # the first step behind a probe whose jobs the table has asked for
         self._cpu_jobs: list[tuple[float, float]] = []  # of the step that runs: experts, ms
         self._gpu_layers: list[tuple[float, float, float]] = []  # hits, experts over the link, ms
         self.table: NDArray[np.int32] = cpu_count_table(self._tabled, max_picks, mode, parts)
@@ -71,9 +87,17 @@ class CostLedger:
             self._tracker.observe_cpu(*np.array(self._cpu_jobs).T)
         if self._gpu_layers:
             self._tracker.observe_gpu(*np.array(self._gpu_layers).T)
+        self._num_jobless = 0 if self._cpu_jobs else self._num_jobless + 1
+        if self._cpu_jobs and self._num_steps >= self._own_jobs_from:
+            self._probe_after = FIRST_PROBE
         self._cpu_jobs, self._gpu_layers = [], []
         self._num_steps += 1
-        if self._num_steps % REFRESH_STEPS == 0 and self._has_drifted():
+        if self._probe_ends is not None:
+            if self._num_steps >= self._probe_ends:
+                self._end_probe()
+        elif self._may_probe and self._num_jobless >= self._probe_after:
+            self._begin_probe()
+        elif self._num_steps % REFRESH_STEPS == 0 and self._has_drifted():
             self._renew()
 
     def share(self, parts: Parts) -> None:
@@ -110,6 +134,23 @@ class CostLedger:
         self._tabled = self.costs
         self.table = cpu_count_table(self._tabled, self._max_picks, self._mode, self._parts)
         self.num_tables += 1
+
+    def _begin_probe(self) -> None:
+        """Give the workers an expert of each layer that misses any, two of many, and doubt what they took."""
+        self._tracker.doubt_cpu()
+        self._probe_ends = self._num_steps + PROBE_STEPS
+        self._own_jobs_from = self._probe_ends + 2  # a device's answers come a step late
+        self._probe_after = min(2 * self._probe_after, MAX_PROBE)
+        hits = np.arange(self._max_picks + 1)[:, None]
+        misses = np.arange(self._max_picks + 1)[None, :]
+        can_occur = (misses > 0) & (hits + misses <= self._max_picks)
+        least = self._parts.num_parts * np.where(misses < PROBED_BY_TWO, 1, 2)
+        self.table = np.maximum(self.table, np.where(can_occur, least, 0)).astype(np.int32)
+        self.num_tables += 1
+
+    def _end_probe(self) -> None:
+        self._probe_ends = None
+        self._renew()
 
     def _has_drifted(self) -> bool:
         now, then = self.costs, self._tabled

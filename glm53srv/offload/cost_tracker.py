@@ -29,6 +29,10 @@ deviation grows with it.
 """
 MIN_SHARE = 0.01
 """Of its start value, below which no cost falls."""
+DOUBTED_JOBS = 20.0
+"""What all earlier jobs weigh together for a lane that had none for long: half of one step's."""
+DOUBTED_PRIOR = 0.1
+"""Of PRIOR_JOBS, what the start values weigh from then on."""
 
 
 class FittedCosts:
@@ -47,6 +51,8 @@ class FittedCosts:
         weight = PRIOR_JOBS / len(rows)
         self._prior = weight * own.T @ own
         self._prior_times = weight * own.T @ (own @ self._start[self._moves])
+        self._is_doubted = False
+        self._weight = 0.0  # jobs behind the sums below
         self._squares = np.zeros_like(self._prior)
         self._times = np.zeros_like(self._prior_times)
         self._deviation_ms = 0.1 * float((rows @ self._start).mean())
@@ -64,6 +70,7 @@ class FittedCosts:
         own = features[:, self._moves]
         target = expected + bounded - features[:, ~self._moves] @ self.values[~self._moves]
         fade = (1 - 1 / MEMORY_JOBS) ** len(own)
+        self._weight = fade * self._weight + len(own)
         self._squares = fade * self._squares + own.T @ own
         self._times = fade * self._times + own.T @ target
         found = np.linalg.solve(self._prior + self._squares, self._prior_times + self._times)
@@ -73,6 +80,17 @@ class FittedCosts:
         # Grows at once where it is far too small: bounded errors could not move anything otherwise.
         self._deviation_ms += max(share, 0.02) * (1.5 * usual - self._deviation_ms)
         self._deviation_ms = max(self._deviation_ms, 0.01 * float(np.abs(expected).mean()))
+
+    def doubt(self) -> None:
+        """Let the next jobs say more than all before them, and than the start. Moves no cost by itself."""
+        share = min(1.0, DOUBTED_JOBS / max(self._weight, 1.0))
+        self._weight *= share
+        self._squares *= share
+        self._times *= share
+        if not self._is_doubted:
+            self._is_doubted = True
+            self._prior *= DOUBTED_PRIOR
+            self._prior_times *= DOUBTED_PRIOR
 
 
 class CostTracker:
@@ -117,6 +135,10 @@ class CostTracker:
         busy = num_experts > 0
         sizes = num_experts[busy].astype(np.float64)
         self._cpu.observe(np.stack([np.ones_like(sizes), sizes], axis=1), elapsed_ms[busy])
+
+    def doubt_cpu(self) -> None:
+        """The workers had nothing to do for long: their next jobs say more than those before."""
+        self._cpu.doubt()
 
     def observe_gpu(self, num_hits: Floats, num_link: Floats, elapsed_ms: Floats) -> None:
         """Learn from layers' GPU lanes, from the plan to the last expert's end; all (layers,)."""

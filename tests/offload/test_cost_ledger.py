@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
 from glm53srv.offload.calibrate import Calibration, assume
 from glm53srv.offload.cost import CostModel, CostOverrides, Parts
-from glm53srv.offload.cost_ledger import REFRESH_STEPS, CostLedger
+from glm53srv.offload.cost_ledger import FIRST_PROBE, MAX_PROBE, PROBE_STEPS, REFRESH_STEPS, CostLedger
 
 COSTS = CostModel(cpu_fixed_ms=0.1, cpu_expert_ms=0.2, zero_copy_ms=0.4, vram_expert_ms=0.03)
 NONE = CostOverrides()
@@ -103,3 +106,71 @@ def test_sharing_changes_the_table_and_nothing_else() -> None:
     ledger.share(Parts(16, 0))
     assert (ledger.table == 16 * whole).all()
     assert (ledger.num_tables, ledger.costs) == (3, COSTS)
+
+
+BUSY_AT_START = CostModel(1.784, 0.24, 0.2, 0.014)
+"""Measured at the start of a machine whose cores were busy then: no job of eight misses pays."""
+
+
+def live(ledger: CostLedger, num_steps: int, fixed_ms: float, expert_ms: float) -> list[int]:
+    """Run steps of 42 layers, half with five misses and half with three; answers come a step late, as on a
+    device.
+
+    Gives the experts that each step gave the CPU of a layer with five.
+    """
+    given: list[int] = []
+    posted: list[int] = []
+    for _ in range(num_steps):
+        num_cpu = [int(ledger.table[8 - misses, misses]) for misses in (3, 5) for _ in range(21)]
+        ledger.observe_cpu([(num, fixed_ms + num * expert_ms) for num in posted if num])
+        ledger.observe_gpu([(3, 5 - num, 0.1 + 0.2 * (5 - num)) for num in num_cpu])
+        ledger.end_step()
+        posted = num_cpu
+        given.append(num_cpu[-1])
+    return given
+
+
+def start_busy(overrides: CostOverrides = NONE) -> CostLedger:
+    return CostLedger(Calibration(overrides.apply(BUSY_AT_START)), overrides, 8, "fast")
+
+
+def test_workers_that_were_slow_at_start_are_asked_again() -> None:
+    given = live(start_busy(), 2 * FIRST_PROBE, 0.05, 0.16)
+    assert not any(given[:FIRST_PROBE])
+    assert given[FIRST_PROBE : FIRST_PROBE + PROBE_STEPS] == [2] * PROBE_STEPS
+    assert min(given[FIRST_PROBE + PROBE_STEPS :]) >= 1, "the probe's answers brought them back"
+    assert given[-1] >= 2
+
+
+def test_workers_that_were_slow_for_a_while_are_asked_again() -> None:
+    ledger = make_ledger()
+    live(ledger, 1000, 5.0, 1.0)
+    assert ledger.table[3, 5] == 0
+    assert live(ledger, 32 * FIRST_PROBE, 0.05, 0.16)[-1] >= 2
+
+
+def test_workers_that_stay_slow_are_asked_ever_more_rarely() -> None:
+    given = live(start_busy(), 3 * MAX_PROBE, 1.784, 0.24)
+    probes = [at for at, num in enumerate(given) if num and not given[at - 1]]
+    waits = [after - before - PROBE_STEPS for before, after in itertools.pairwise(probes)]
+    assert probes[0] == FIRST_PROBE
+    assert waits[0] < 2 * FIRST_PROBE + 8
+    assert waits == sorted(waits)
+    assert sum(given) == 2 * PROBE_STEPS * len(probes) == 16 * PROBE_STEPS
+
+
+def test_nobody_is_asked_where_that_changes_nothing() -> None:
+    pinned = start_busy(CostOverrides(cpu_fixed_ms=2.0, cpu_expert_ms=1.0))
+    exact = CostLedger(Calibration(BUSY_AT_START), NONE, 8, "exact")
+    for ledger in (pinned, exact):
+        assert not any(live(ledger, 3 * FIRST_PROBE, 0.05, 0.16))
+
+
+def test_a_probe_asks_for_an_expert_of_every_layer_that_misses_one() -> None:
+    ledger = CostLedger(Calibration(BUSY_AT_START), NONE, 8, "fast", Parts(16, 8))
+    live(ledger, FIRST_PROBE, 0.05, 0.16)
+    hits, misses = [index.ravel() for index in ledger.table.nonzero()]
+    assert (ledger.table[hits, misses] == np.where(misses < 4, 16, 32)).all()
+    assert {(h, m) for h in range(9) for m in range(1, 9) if h + m <= 8} == set(
+        zip(hits.tolist(), misses.tolist(), strict=True)
+    )
