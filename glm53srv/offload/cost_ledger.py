@@ -17,6 +17,9 @@ REFRESH_STEPS = 64
 """Decode steps between two looks at the costs: some seconds. A table takes some ms of host time."""
 MIN_DRIFT = 0.05
 """Change of a cost that is worth a new table: its entries are whole experts, or eighths at the finest."""
+EARLY_REFRESH_STEPS = 8
+LARGE_DRIFT = 0.25
+"""Change of a cost that is looked for every EARLY_REFRESH_STEPS, as when the start was measured badly."""
 PROBE_STEPS = 4
 """Steps that give workers who had no job for long an expert or two of every layer, to see what they take now:
 two sizes, which tell a job's fixed part from its experts'. Without
@@ -97,8 +100,10 @@ class CostLedger:
                 self._end_probe()
         elif self._may_probe and self._num_jobless >= self._probe_after:
             self._begin_probe()
-        elif self._num_steps % REFRESH_STEPS == 0 and self._has_drifted():
-            self._renew()
+        elif self._num_steps % EARLY_REFRESH_STEPS == 0:
+            is_whole_turn = self._num_steps % REFRESH_STEPS == 0
+            if self._has_drifted(MIN_DRIFT if is_whole_turn else LARGE_DRIFT):
+                self._renew()
 
     def share(self, parts: Parts) -> None:
         """Make a table that shares experts otherwise."""
@@ -152,9 +157,9 @@ class CostLedger:
         self._probe_ends = None
         self._renew()
 
-    def _has_drifted(self) -> bool:
+    def _has_drifted(self, least_share: float) -> bool:
         now, then = self.costs, self._tabled
         pairs = [(getattr(now, name), getattr(then, name)) for name in CostModel.__slots__]
         # Of an expert's time too: a fixed part near 0 may change by a multiple without moving an entry.
         least = 0.25 * then.zero_copy_ms
-        return any(abs(new - old) > MIN_DRIFT * max(old, least) for new, old in pairs)
+        return any(abs(new - old) > least_share * max(old, least) for new, old in pairs)

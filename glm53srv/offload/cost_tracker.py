@@ -87,6 +87,8 @@ class FittedCosts:
         self._weight *= share
         self._squares *= share
         self._times *= share
+        # Bounded errors reach down to a job that takes next to nothing.
+        self._deviation_ms = max(self._deviation_ms, float(self.values.sum()) / 2)
         if not self._is_doubted:
             self._is_doubted = True
             self._prior *= DOUBTED_PRIOR

@@ -9,7 +9,14 @@ import pytest
 
 from glm53srv.offload.calibrate import Calibration, assume
 from glm53srv.offload.cost import CostModel, CostOverrides, Parts
-from glm53srv.offload.cost_ledger import FIRST_PROBE, MAX_PROBE, PROBE_STEPS, REFRESH_STEPS, CostLedger
+from glm53srv.offload.cost_ledger import (
+    EARLY_REFRESH_STEPS,
+    FIRST_PROBE,
+    MAX_PROBE,
+    PROBE_STEPS,
+    REFRESH_STEPS,
+    CostLedger,
+)
 
 COSTS = CostModel(cpu_fixed_ms=0.1, cpu_expert_ms=0.2, zero_copy_ms=0.4, vram_expert_ms=0.03)
 NONE = CostOverrides()
@@ -44,6 +51,14 @@ def test_a_slower_cpu_gets_fewer_experts() -> None:
     assert ledger.num_tables > 1
     assert ledger.table.sum() < before.sum()
     assert (ledger.table <= before).all()
+
+
+def test_a_large_change_is_seen_early() -> None:
+    ledger = make_ledger()
+    run(ledger, EARLY_REFRESH_STEPS, cpu_ms=5.0)
+    assert ledger.num_tables == 2
+    run(ledger, EARLY_REFRESH_STEPS - 1, cpu_ms=5.0)
+    assert ledger.num_tables == 2, "a table is remade every few steps at most"
 
 
 def test_a_slower_gpu_gets_fewer_experts_and_both_its_costs_rise() -> None:
