@@ -19,7 +19,7 @@ from hypercorn.config import Config as HypercornConfig
 
 from glm53srv.api.app import create_app
 from glm53srv.api.info_routes import describe_server
-from glm53srv.api.lifecycle import Lifecycle
+from glm53srv.api.lifecycle import Lifecycle, Loader
 from glm53srv.api.loading import checkpoint_loader, scheduler_settings
 from glm53srv.config import Config, ServerConfig, describe
 from glm53srv.errors import Glm53Error
@@ -36,14 +36,14 @@ KEEP_ALIVE_S = 75.0
 """Idle connections stay open this long: longer than the 60 s after which common proxies close theirs."""
 
 
-async def serve(config: Config, terminal: TextIO) -> int:
+async def serve(config: Config, terminal: TextIO, load: Loader | None = None) -> int:
     """Serve until a signal or a failure; returns the exit code. Raises ConfigError when the port is taken.
 
-    terminal: where the progress line goes.
+    terminal: where the progress line goes. load: in place of what loads the configuration's checkpoint.
     """
     stop = asyncio.Event()
     lifecycle = Lifecycle(
-        checkpoint_loader(config),
+        load or checkpoint_loader(config),
         scheduler_settings(config),
         drain_timeout_s=config.server.drain_timeout_s,
         report=ProgressLine(terminal, tells_time_left=True),

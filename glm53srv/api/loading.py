@@ -55,7 +55,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
             grammars,
         )
         num_context_tokens = context_tokens(engine.limits)
-        served = _served_model(
+        served = served_model(
             config, model_config, tokenizer, grammars, num_context_tokens, created=int(wall_clock())
         )
         return Loaded(engine, served, summarise_running(config.engine, machine, engine))
@@ -63,7 +63,7 @@ def checkpoint_loader(config: Config, *, wall_clock: Callable[[], float] = time.
     return load
 
 
-def _served_model(
+def served_model(
     config: Config,
     model_config: ModelConfig,
     tokenizer: Tokenizer,

@@ -33,6 +33,7 @@ from glm53srv.engine.cuda.synthetic_model import load_synthetic
 from glm53srv.engine.cuda.synthetic_plan import device_bytes
 from glm53srv.engine.sampler import SamplerBank
 from glm53srv.machine import GIB, MachineFacts
+from glm53srv.model.config import ModelConfig
 from glm53srv.offload.calibrate import describe
 from glm53srv.offload.device.cpus import choose_cpus
 from glm53srv.offload.device.options import OffloadOptions
@@ -127,9 +128,16 @@ def measure(
 
 
 def build_engine(
-    options: BenchOptions, machine: MachineFacts, work_dir: Path, say: Say
+    options: BenchOptions,
+    machine: MachineFacts,
+    work_dir: Path,
+    say: Say,
+    make_sampler: Callable[[ModelConfig], SamplerBank] | None = None,
 ) -> tuple[CudaEngine, TimedModel, dict[str, Any], ImposedRoutes | None]:
-    """Load and warm up the drawn model; gives the engine, what that took, and whose routes it follows."""
+    """Load and warm up the drawn model; gives the engine, what that took, and whose routes it follows.
+
+    make_sampler: for the model's configuration; by default every id may be drawn, and nothing constrained.
+    """
     cpus = choose_cpus(options.cpus, machine)
     threads = 0 if options.mode == "exact" else options.threads or len(cpus)
     cuda = _cuda_options(options, cpus, threads)
@@ -152,7 +160,8 @@ def build_engine(
     )
     routes = _impose_routes(loaded, options.guess_recall) if options.routes == "published" else None
     model: Any = TimedModel(loaded.model, None if routes is None else routes.send_ahead)
-    sampler = SamplerBank(config.vocab_size, config.eos_token_ids)
+    make_sampler = make_sampler or (lambda drawn: SamplerBank(drawn.vocab_size, drawn.eos_token_ids))
+    sampler = make_sampler(config)
     try:
         engine = CudaEngine.open(replace(loaded, model=model), sampler, cuda)
     except BaseException:
