@@ -49,15 +49,18 @@ class ServerInfo:
 
 def describe_server(config: Config, *, wall_clock: Callable[[], float] = time.time) -> ServerInfo:
     """Name the options by what is known to hold no secret: a new one does not show by itself."""
-    options: dict[str, object] = {**asdict(config.engine), **asdict(config.scheduler)}
-    options["model_dir"] = str(config.engine.model_dir)
-    options["offload"] = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in asdict(config.engine.offload).items()
-    }
+    options = {name: _plain(value) for name, value in asdict(config.engine).items()}
+    options |= {name: _plain(value) for name, value in asdict(config.scheduler).items()}
     options |= {name: getattr(config.server, name) for name in SHOWN_SERVER_OPTIONS}
     command = shlex.join(["glm53srv", "serve", "--model", str(config.engine.model_dir)])
     return ServerInfo(options, command, wall_clock())
+
+
+def _plain(value: object) -> object:
+    """Spell what JSON has no type for as text, also inside a group of options."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 class Version:

@@ -7,6 +7,7 @@ import json
 import logging
 from typing import Any
 
+import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -145,10 +146,14 @@ def test_stats_show_the_engines_offload() -> None:
 
 
 def test_server_info_spells_paths_as_text() -> None:
-    config = load_config(["--model", "m", "--ec-heat", "/tmp/heat.npz"], {})
-    offload = describe_server(config).options["offload"]
+    environ = {"HOME": "/home/somebody"}
+    config = load_config(["--model", "m", "--ec-heat", "/tmp/heat.npz"], environ)
+    options = describe_server(config).options
+    offload = options["offload"]
     assert isinstance(offload, dict)
     assert offload["heat_path"] == "/tmp/heat.npz"
+    assert (options["model_dir"], options["tuning_dir"]) == ("m", "/home/somebody/.cache/glm53srv")
+    assert orjson.loads(orjson.dumps(options))["model_dir"] == "m", "as the page is written"
 
 
 def test_what_needs_no_model_answers_while_it_loads_and_the_rest_says_503() -> None:

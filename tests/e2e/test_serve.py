@@ -41,6 +41,18 @@ def get(url: str) -> tuple[int, dict[str, object]]:
             return error.code, json.load(error)
 
 
+def test_every_documented_page_answers(server: str) -> None:
+    _, described = get(f"{server}/openapi.json")
+    paths = described["paths"]
+    assert isinstance(paths, dict)
+    pages = [path for path, methods in paths.items() if "get" in methods and "{" not in path]
+    assert len(pages) > 12
+    for path in pages:
+        with urllib.request.urlopen(f"{server}{path}", timeout=10) as answer:
+            assert answer.status == 200, path
+            answer.read()
+
+
 def test_a_stream_gives_text_reasoning_usage_and_logprobs(server: str) -> None:
     with client(server) as api:
         stream = api.chat.completions.create(
