@@ -4,6 +4,10 @@ Sends a chat request to a running server and notes when every event arrives. Tim
 the last. A stream passes when half of its time brings at least 40 % of its text, and its last second at most
 10 %: a server or proxy that collects text and lets it go at the end fails both.
 
+With --streams N, as many answers are asked for at the same moment, and each is judged between the latest
+first text and the earliest last one, where all of them run: a server shared by four is faster for whoever is
+alone at the end, which is no fault. All must pass.
+
 So that a last second can hold so little, the stream must last over 10 s. How many tokens that takes the
 check finds out: it begins with 512 and asks for a longer answer as long as all text comes too soon and the
 server's context has room. One answer is judged, the last, and its length is settled before its evenness is
@@ -25,8 +29,9 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MIN_SECONDS = 10.0
@@ -76,6 +81,44 @@ class Answer:
     def duration_s(self) -> float:
         """Seconds from the first text to the last."""
         return self.arrivals[-1].time_s - self.arrivals[0].time_s
+
+
+class Together:
+    """Asks for several answers at once. answers: those of the last call, cut to the time when all ran."""
+
+    def __init__(self, ask: Callable[[int, int, float], Answer], num_streams: int, clock: Clock) -> None:
+        """ask: for so many tokens, as stream number so-and-so, with times since a moment of the clock; called
+        from a thread each."""
+        self._ask = ask
+        self._num_streams = num_streams
+        self._clock = clock
+        self.answers: tuple[Answer, ...] = ()
+
+    def __call__(self, num_tokens: int) -> Answer:
+        """Ask; gives the answer with the least text. Raises NothingToJudge."""
+        begin_s, numbers = self._clock(), range(self._num_streams)
+        with ThreadPoolExecutor(self._num_streams) as pool:
+            asked = [pool.submit(self._ask, num_tokens, number, begin_s) for number in numbers]
+            whole = [each.result() for each in asked]
+        self.answers = overlap(whole)
+        return min(self.answers, key=lambda answer: sum(each.num_chars for each in answer.arrivals))
+
+
+def overlap(answers: Sequence[Answer]) -> tuple[Answer, ...]:
+    """Cut answers to the time from the latest first text to the earliest last one.
+
+    Raises NothingToJudge where there is no such time: the server takes them one by one.
+    """
+    if any(not answer.arrivals for answer in answers):
+        raise NothingToJudge("a stream came without text")
+    begin_s = max(answer.arrivals[0].time_s for answer in answers)
+    end_s = min(answer.arrivals[-1].time_s for answer in answers)
+    if begin_s >= end_s and len(answers) > 1:
+        raise NothingToJudge("the streams did not run at the same time")
+    return tuple(
+        replace(answer, arrivals=tuple(each for each in answer.arrivals if begin_s <= each.time_s <= end_s))
+        for answer in answers
+    )
 
 
 Ask = Callable[[int], Answer]
@@ -156,11 +199,13 @@ class Server:
     key: str = ""
     clock: Clock = time.monotonic
 
-    def read_stream(self, body: bytes) -> Answer:
-        """Send a chat request and read it to its end. Raises NothingToJudge."""
+    def read_stream(self, body: bytes, begin_s: float) -> Answer:
+        """Send a chat request and read it to its end. Raises NothingToJudge.
+
+        begin_s: from when its times count, by the clock.
+        """
         arrivals: list[Arrival] = []
         usage: dict[str, Any] = {}
-        begin_s = self.clock()
         with self._answer("POST", "/v1/chat/completions", body) as answer:
             for line in iter(answer.readline, b""):
                 if line.startswith(b"data: [DONE]"):
@@ -230,29 +275,31 @@ def main(argv: Sequence[str] | None = None, clock: Clock = time.monotonic) -> in
     options = _parser().parse_args(argv)
     server = Server(options.url, os.environ.get("GLM53_API_KEY", "").partition(",")[0], clock)
 
-    def ask(num_tokens: int) -> Answer:
+    def ask(num_tokens: int, number: int, begin_s: float) -> Answer:
         fields = {
             "messages": [{"role": "user", "content": options.prompt}],
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": num_tokens,
             "ignore_eos": True,
-            "seed": options.seed,
+            "seed": options.seed + number,
         }
-        return server.read_stream(json.dumps(fields).encode())
+        return server.read_stream(json.dumps(fields).encode(), begin_s)
 
+    together = Together(ask, options.streams, clock)
     try:
+        why_no_longer = HINT
         if options.max_tokens is None:
-            answer, why_no_longer = long_answer(ask, server.context_tokens(), _say)
-            verdict = judge(answer.arrivals, why_no_longer)
+            _, why_no_longer = long_answer(together, server.context_tokens(), _say)
         else:
-            answer = ask(options.max_tokens)
-            verdict = judge(answer.arrivals)
+            together(options.max_tokens)
+        verdicts = [judge(answer.arrivals, why_no_longer) for answer in together.answers]
     except NothingToJudge as error:
         _say(f"nothing to judge: {error}")
         return 2
-    report(verdict, answer.arrivals[0].time_s, as_json=options.json)
-    return 0 if verdict.is_even else 1
+    firsts_s = [answer.arrivals[0].time_s for answer in together.answers]
+    report(verdicts, firsts_s, as_json=options.json)
+    return 0 if all(verdict.is_even for verdict in verdicts) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -265,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, help="of the one answer (default: as many as it takes)")
     parser.add_argument("--prompt", default="Write a long story about a lighthouse keeper.")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=_count, default=1, help="answers at the same time (default 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of lines")
     return parser
 
@@ -274,10 +322,25 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def report(verdict: Verdict, first_text_s: float, *, as_json: bool) -> None:
-    """Print a verdict."""
+def report(verdicts: Sequence[Verdict], firsts_s: Sequence[float], *, as_json: bool) -> None:
+    """Print verdicts: one stream's figures, or those of several and what is said of all."""
+    figures = [_figures(*each) for each in zip(verdicts, firsts_s, strict=True)]
+    passed = all(verdict.is_even for verdict in verdicts)
+    if as_json:
+        print(json.dumps(figures[0] if len(figures) == 1 else {"streams": figures, "passed": passed}))
+        return
+    for name in figures[0]:
+        print(f"{name:>18}  " + "  ".join(f"{each[name]!s:<8}" for each in figures).rstrip())
+    word = "PASS" if passed else "FAIL"
+    print(
+        f"{word}: half of the time brings at least {MIN_HALF_SHARE:.0%}, "
+        f"the last second at most {MAX_LAST_SECOND:.0%}"
+    )
+
+
+def _figures(verdict: Verdict, first_text_s: float) -> dict[str, float | bool]:
     gaps = sorted(verdict.gaps_s)
-    figures = {
+    return {
         "first_text_s": round(first_text_s, 3),
         "duration_s": round(verdict.duration_s, 3),
         "chars": verdict.num_chars,
@@ -288,16 +351,13 @@ def report(verdict: Verdict, first_text_s: float, *, as_json: bool) -> None:
         "gap_max_ms": round(gaps[-1] * 1e3, 1),
         "passed": verdict.is_even,
     }
-    if as_json:
-        print(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        print(f"{name:>18}  {value}")
-    word = "PASS" if verdict.is_even else "FAIL"
-    print(
-        f"{word}: half of the time brings at least {MIN_HALF_SHARE:.0%}, "
-        f"the last second at most {MAX_LAST_SECOND:.0%}"
-    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return number
 
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ from bench.stream_rate import (
     Arrival,
     NothingToJudge,
     Refused,
+    Server,
+    Together,
     judge,
     long_answer,
     main,
+    overlap,
 )
 from tests.bench.servers import Answer as HttpAnswer
 from tests.bench.servers import Respond, chat_stream, serving
@@ -230,3 +233,78 @@ def test_a_server_that_does_not_tell_its_context_is_asked_all_the_same() -> None
 def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:9"]) == 2
     assert "nothing to judge: http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def even_stream(begin_s: float, rate: float, count: int) -> Answer:
+    return Answer(tuple(Arrival(begin_s + at / rate, 4) for at in range(count)), PROMPT_TOKENS, count)
+
+
+def test_streams_are_judged_while_all_of_them_run() -> None:
+    """The last to begin has the server for itself in the end, four times as fast: seen on an H200."""
+    shared = [even_stream(at, 10, 200) for at in (1.0, 2.0, 3.0)]
+    alone = tuple(Arrival(21.0 + at / 40, 4) for at in range(40))
+    last = Answer((*even_stream(5.0, 10, 160).arrivals, *alone), PROMPT_TOKENS, 200)
+
+    assert not judge(last.arrivals).is_even
+    cut = overlap([*shared, last])
+
+    assert [round(answer.arrivals[0].time_s, 1) for answer in cut] == [5.0] * 4
+    assert all(answer.arrivals[-1].time_s <= 20.9 + 1e-6 for answer in cut)
+    assert all(judge(answer.arrivals).is_even for answer in cut)
+
+
+def test_a_stream_that_is_held_back_beside_others_fails() -> None:
+    held = Answer((Arrival(1.0, 4), Arrival(18.0, 400), Arrival(18.1, 4)), PROMPT_TOKENS, 102)
+    cut = overlap([even_stream(1.0, 10, 200), held])
+    assert [judge(answer.arrivals).is_even for answer in cut] == [True, False]
+
+
+def test_streams_one_behind_the_other_are_not_judged() -> None:
+    with pytest.raises(NothingToJudge, match="did not run at the same time"):
+        overlap([even_stream(1.0, 10, 100), even_stream(12.0, 10, 100)])
+    with pytest.raises(NothingToJudge, match="without text"):
+        overlap([even_stream(1.0, 10, 100), Answer(())])
+
+
+def test_each_try_of_several_streams_counts_from_its_own_begin() -> None:
+    asked: list[tuple[int, int, float]] = []
+    moments = itertools.count(100.0, 50.0)
+
+    def ask(num_tokens: int, number: int, begin_s: float) -> Answer:
+        asked.append((num_tokens, number, begin_s))
+        return even_stream(0.5 + number / 10, 100.0, num_tokens)
+
+    together = Together(ask, 3, lambda: next(moments))
+    answer, _ = long_answer(together, None, lambda line: None)
+
+    assert sorted({(num, begin_s) for num, _, begin_s in asked}) == [(512, 100.0), (asked[-1][0], 150.0)]
+    assert sorted(number for num, number, _ in asked if num == 512) == [0, 1, 2]
+    assert answer in together.answers
+    assert answer.duration_s == pytest.approx(15.0, abs=0.5)
+
+
+def test_the_command_asks_for_several_streams(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def read_stream(self: Server, body: bytes, begin_s: float) -> Answer:
+        fields = json.loads(body)
+        seeds.append(fields["seed"])
+        rate = 100.0 if fields["seed"] < 9 else 1e6
+        return even_stream(fields["seed"] / 10, rate, fields["max_tokens"])
+
+    monkeypatch.setattr(Server, "read_stream", read_stream)
+    words = ["--streams", "4", "--max-tokens", "2000"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(seeds) == [1, 2, 3, 4]
+    assert found["passed"] is True
+    assert [stream["first_text_s"] for stream in found["streams"]] == [0.4] * 4
+    assert main(words) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [len(line) for line in lines if line[0] in ("half_share", "gap_max_ms", "passed")] == [5, 5, 5]
+    assert lines[-1][0] == "PASS:"
+    assert main([*words, "--seed", "6"]) == 2, "the fourth is over before the others begin to count"
+    with pytest.raises(SystemExit):
+        main(["--streams", "0"])
