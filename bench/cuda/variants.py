@@ -14,6 +14,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     launches=N             of a layer's experts: 2, those in VRAM beside the copies of the others, or 1
     byrow=N                attention of up to so many rows is called row by row, of more in one call
     pieces=N               1: experts in VRAM are summed in fewer pieces than others; 0: in as many
+    overlap=N              1: hits that are computed beside copies cost nothing in the split; 0: they add up
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
@@ -51,7 +52,7 @@ from glm53srv.errors import Glm53Error
 from glm53srv.kernels import Isa
 from glm53srv.machine import MachineFacts, read_machine
 from glm53srv.model.published_files import published_model
-from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.cost import COST_NAMES, CostOverrides
 from glm53srv.offload.device.cpus import choose_cpus
 from glm53srv.offload.device.gpu.copy_kernel import USUAL, CopyShape
 
@@ -67,6 +68,7 @@ NUMBERS = {
     "launches": 1,
     "gates": 0,
     "byrow": 0,
+    "overlap": 0,
     "pieces": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
@@ -148,6 +150,7 @@ class Bench:
         offload.look_ahead.limit(numbers.get("ahead", self._ahead), numbers.get("across"))
         offload.layers.copy_shape = variant.copies or USUAL
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
+        offload.counts_overlap = numbers.get("overlap", 1) > 0
         engine.most_by_row = numbers.get("byrow", self._most_by_row)
         maker = engine._loaded.layers[0].maker
         if maker is not None:
@@ -178,7 +181,7 @@ class Bench:
             say(f"{variant.name} x{width}: " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()))
         report = self.engine.offload.report
         if report is not None:
-            found["costs"] = {name: getattr(report.costs.now, name) for name in report.costs.now.__slots__}
+            found["costs"] = {name: getattr(report.costs.now, name) for name in COST_NAMES}
             say(f"    costs {found['costs']}")
         if widths[0] in self.engine.captured_widths:
             found["parts"] = self._profile(widths[0], trace)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from glm53srv.offload.cost import CostModel, CostOverrides, fit_lane_cost
+from glm53srv.offload.cost import COST_NAMES, CostModel, CostOverrides, fit_lane_cost
 
 Timer = Callable[[int], float]
 """Runs a job over so many distinct experts, cold ones where it can, and gives its milliseconds."""
@@ -55,7 +55,7 @@ class Calibration:
 
 def assume(guess: CostModel, overrides: CostOverrides) -> Calibration:
     """Give the costs without measuring."""
-    sources: dict[str, Source] = dict.fromkeys(CostModel.__slots__, "assumed")
+    sources: dict[str, Source] = dict.fromkeys(COST_NAMES, "assumed")
     return Calibration(overrides.apply(guess), sources=sources | overrides.sources())
 
 
@@ -92,7 +92,7 @@ def calibrate(
     found = _Fit(guess)
     for lane in lanes:
         found.take(lane)
-    sources: dict[str, Source] = dict.fromkeys(CostModel.__slots__, "assumed")
+    sources: dict[str, Source] = dict.fromkeys(COST_NAMES, "assumed")
     sources |= dict.fromkeys(found.measured, "measured")
     return Calibration(
         costs=overrides.apply(found.costs),
@@ -166,7 +166,7 @@ def gb_per_s(num_bytes: int, elapsed_ms: float | None) -> float | None:
 def describe(calibration: Calibration, expert_bytes: int) -> Sequence[str]:
     """Give the start-up summary, lines of key=value."""
     costs, sources = calibration.costs, calibration.sources
-    pairs = [f"{name}={getattr(costs, name):.4g}({sources[name]})" for name in CostModel.__slots__]
+    pairs = [f"{name}={getattr(costs, name):.4g}({sources[name]})" for name in COST_NAMES]
     rates = {
         "link": gb_per_s(expert_bytes, costs.zero_copy_ms),
         "cpu": gb_per_s(expert_bytes, costs.cpu_expert_ms),

@@ -7,9 +7,14 @@ over the link, the CPU computes the other misses.
     gpu_ms(h, m)    = gpu_fixed_ms + h * vram_expert_ms + m * zero_copy_ms
     layer           = max(cpu_ms(n), gpu_ms(h, misses - n))
 
+Where the experts in VRAM are computed while others travel, and these behind their way (is_overlapped), only
+the longer of the two counts:
+
+    gpu_ms(h, m)    = gpu_fixed_ms + max(h * vram_expert_ms, m * zero_copy_ms)
+
 Whole experts seldom divide evenly, so one of them may be shared: then n has a fraction. The link carries the
 rest of that expert only, but the GPU computes it whole, with zeros for the CPU's neurons; so the CPU's part
-counts among the hits, too.
+counts among the hits, too, unless these are overlapped: it is computed behind its rest's way then.
 
 Costs change slowly and by measurement; the decision is needed in every layer of every step, on the device.
 So the host solves the small problem for every (hits, misses) and hands over an integer table: the kernel
@@ -69,13 +74,17 @@ WHOLE = Parts()
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Milliseconds of one layer's routed experts; see the head of the file."""
+    """Milliseconds of one layer's routed experts; see the head of the file.
+
+    is_overlapped: which of its two rules holds for the GPU's lane.
+    """
 
     cpu_fixed_ms: float
     cpu_expert_ms: float
     zero_copy_ms: float
     vram_expert_ms: float
     gpu_fixed_ms: float = 0.0
+    is_overlapped: bool = False
 
     def __post_init__(self) -> None:
         """Check that every cost is a time. Raises ValueError."""
@@ -90,11 +99,17 @@ class CostModel:
 
     def gpu_ms(self, num_hits: float, num_link: float) -> float:
         """Time of the GPU lane: its launches, experts in VRAM, experts over the link."""
-        return self.gpu_fixed_ms + num_hits * self.vram_expert_ms + num_link * self.zero_copy_ms
+        vram_ms, link_ms = num_hits * self.vram_expert_ms, num_link * self.zero_copy_ms
+        return self.gpu_fixed_ms + (max(vram_ms, link_ms) if self.is_overlapped else vram_ms + link_ms)
 
     def layer_ms(self, num_hits: int, num_link: float, num_cpu: float) -> float:
         """Time of a layer's routed experts: the slower lane. num_cpu % 1: the CPU's part of a shared one."""
-        return max(self.cpu_ms(num_cpu), self.gpu_ms(num_hits + num_cpu % 1, num_link))
+        shared = 0.0 if self.is_overlapped else num_cpu % 1
+        return max(self.cpu_ms(num_cpu), self.gpu_ms(num_hits + shared, num_link))
+
+
+COST_NAMES = ("cpu_fixed_ms", "cpu_expert_ms", "zero_copy_ms", "vram_expert_ms", "gpu_fixed_ms")
+"""The fields of CostModel that are times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +185,10 @@ def _layer_ms(
     costs: CostModel, hits: NDArray[np.int_], misses: int, on_cpu: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Give CostModel.layer_ms for hits (n, 1) and each number of experts on the CPU (m,): (n, m)."""
-    gpu_ms = costs.gpu_fixed_ms + (hits + on_cpu % 1) * costs.vram_expert_ms
-    gpu_ms = gpu_ms + (misses - on_cpu) * costs.zero_copy_ms
+    link_ms = (misses - on_cpu) * costs.zero_copy_ms
+    if costs.is_overlapped:
+        gpu_ms = costs.gpu_fixed_ms + np.maximum(hits * costs.vram_expert_ms, link_ms)
+    else:
+        gpu_ms = costs.gpu_fixed_ms + (hits + on_cpu % 1) * costs.vram_expert_ms + link_ms
     cpu_ms = np.where(on_cpu, costs.cpu_fixed_ms + on_cpu * costs.cpu_expert_ms, 0.0)
     return np.asarray(np.maximum(gpu_ms, cpu_ms))

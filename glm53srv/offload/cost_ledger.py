@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.calibrate import Calibration, gb_per_s
 from glm53srv.offload.copy_budget import CopyBudget, CopyBudgetParams
-from glm53srv.offload.cost import WHOLE, CostModel, CostOverrides, Mode, Parts, cpu_count_table
+from glm53srv.offload.cost import COST_NAMES, WHOLE, CostModel, CostOverrides, Mode, Parts, cpu_count_table
 from glm53srv.offload.cost_tracker import CostTracker
 from glm53srv.offload.report import CostReport
 
@@ -159,7 +159,7 @@ class CostLedger:
 
     def _has_drifted(self, least_share: float) -> bool:
         now, then = self.costs, self._tabled
-        pairs = [(getattr(now, name), getattr(then, name)) for name in CostModel.__slots__]
+        pairs = [(getattr(now, name), getattr(then, name)) for name in COST_NAMES]
         # Of an expert's time too: a fixed part near 0 may change by a multiple without moving an entry.
         least = 0.25 * then.zero_copy_ms
         return any(abs(new - old) > least_share * max(old, least) for new, old in pairs)

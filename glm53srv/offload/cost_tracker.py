@@ -112,10 +112,12 @@ class CostTracker:
             [(1, size) for size in sizes],
         )
         follows_gpu = given.zero_copy_ms is None  # pinned, the whole lane stays: then runs repeat
+        probes = [(1, hits, link) for hits in (0, 4, 8) for link in sizes] + [(1, hits, 0) for hits in sizes]
+        start = (base.gpu_fixed_ms, base.vram_expert_ms, base.zero_copy_ms)
         self._gpu = FittedCosts(
-            (base.gpu_fixed_ms, base.vram_expert_ms, base.zero_copy_ms),
+            start,
             (follows_gpu, follows_gpu and base.vram_expert_ms > 0, follows_gpu),
-            [(1, hits, link) for hits in (0, 4, 8) for link in sizes] + [(1, hits, 0) for hits in sizes],
+            self._gpu_features(np.array(probes, np.float64), np.array(start)).tolist(),
         )
 
     @property
@@ -145,4 +147,15 @@ class CostTracker:
     def observe_gpu(self, num_hits: Floats, num_link: Floats, elapsed_ms: Floats) -> None:
         """Learn from layers' GPU lanes, from the plan to the last expert's end; all (layers,)."""
         hits, link = num_hits.astype(np.float64), num_link.astype(np.float64)
-        self._gpu.observe(np.stack([np.ones_like(hits), hits, link], axis=1), elapsed_ms)
+        features = np.stack([np.ones_like(hits), hits, link], axis=1)
+        self._gpu.observe(self._gpu_features(features, self._gpu.values), elapsed_ms)
+
+    def _gpu_features(self, features: Floats, values: Floats) -> Floats:
+        """Give what a layer's time is linear in: of hits and link that overlap, what takes longer by values.
+
+        features: (layers, 3), one, hits, link. values: ms of each.
+        """
+        if not self._base.is_overlapped:
+            return features
+        is_link = features[:, 2] * values[2] >= features[:, 1] * values[1]
+        return np.asarray(features * np.stack([np.ones_like(is_link), ~is_link, is_link], axis=1))

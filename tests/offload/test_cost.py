@@ -20,10 +20,15 @@ from glm53srv.offload.cost import (
 from tests.offload.builders import COSTS
 
 
+def draw_costs(seed: int, is_overlapped: bool) -> CostModel:
+    times = np.random.default_rng(seed).uniform([0.0, 0.02, 0.05, 0.0], [0.5, 0.5, 1.0, 0.1]).tolist()
+    return replace(CostModel(*times), gpu_fixed_ms=0.05 * (seed % 3), is_overlapped=is_overlapped)
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_table_is_the_optimum_of_brute_force(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    costs = CostModel(*rng.uniform([0.0, 0.02, 0.05, 0.0], [0.5, 0.5, 1.0, 0.1]).tolist())
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_table_is_the_optimum_of_brute_force(seed: int, is_overlapped: bool) -> None:
+    costs = draw_costs(seed, is_overlapped)
     table = cpu_count_table(costs, 32, "fast")
     for hits, misses in itertools.product(range(33), range(33)):
         if hits + misses > 32:
@@ -35,9 +40,9 @@ def test_table_is_the_optimum_of_brute_force(seed: int) -> None:
 
 @pytest.mark.parametrize("parts", [Parts(16, 16), Parts(5, 4), Parts(16, 0)])
 @pytest.mark.parametrize("seed", range(4))
-def test_table_of_parts_is_the_optimum_of_brute_force(seed: int, parts: Parts) -> None:
-    rng = np.random.default_rng(seed)
-    costs = CostModel(*rng.uniform([0.0, 0.02, 0.05, 0.0], [0.5, 0.5, 1.0, 0.1]).tolist())
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_table_of_parts_is_the_optimum_of_brute_force(seed: int, parts: Parts, is_overlapped: bool) -> None:
+    costs = draw_costs(seed, is_overlapped)
     table, size, num_shared = cpu_count_table(costs, 16, "fast", parts), parts.num_parts, 0
     for hits, misses in itertools.product(range(17), range(17)):
         if hits + misses > 16:
@@ -64,6 +69,23 @@ def test_a_shared_expert_is_computed_whole_by_the_gpu() -> None:
     costs = CostModel(0.0, cpu_expert_ms=0.01, zero_copy_ms=0.2, vram_expert_ms=0.04, gpu_fixed_ms=0.1)
     assert costs.layer_ms(1, 1.5, 0.5) == pytest.approx(0.1 + 1.5 * 0.04 + 1.5 * 0.2)
     assert costs.layer_ms(1, 2, 1) == pytest.approx(0.1 + 0.04 + 2 * 0.2)
+
+
+def test_of_hits_and_link_that_overlap_the_longer_counts() -> None:
+    costs = CostModel(
+        0.05, 0.16, zero_copy_ms=0.2, vram_expert_ms=0.015, gpu_fixed_ms=0.12, is_overlapped=True
+    )
+    assert costs.gpu_ms(6, 0.25) == pytest.approx(0.12 + 0.09)
+    assert costs.gpu_ms(6, 1) == pytest.approx(0.12 + 0.2)
+    assert costs.layer_ms(6, 0.5, 0.5) == pytest.approx(0.12 + 0.1), "the shared one goes with the link's"
+    apart = replace(costs, is_overlapped=False)
+    fewer, usual = (
+        cpu_count_table(costs, 8, "fast", Parts(16, 8)),
+        cpu_count_table(apart, 8, "fast", Parts(16, 8)),
+    )
+    assert (fewer <= usual).all()
+    # The link carries three eighths of the one miss while five hits are computed.
+    assert (fewer[5, 1], usual[5, 1]) == (10, 16)
 
 
 def test_parts_are_no_slivers_and_only_of_what_lands() -> None:

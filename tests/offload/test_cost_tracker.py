@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,6 +107,21 @@ def test_a_gpu_tells_launches_hits_and_link_apart() -> None:
     now = tracker.costs
     assert (now.gpu_fixed_ms, now.vram_expert_ms, now.zero_copy_ms) == pytest.approx(
         (0.06, 0.01, 0.25), abs=0.012
+    )
+
+
+@pytest.mark.parametrize("start", [CostModel(0.1, 0.2, 0.4, 0.03, 0.0), CostModel(0.1, 0.2, 0.15, 0.1, 0.3)])
+def test_a_gpu_whose_hits_overlap_the_link_is_followed(start: CostModel) -> None:
+    tracker = CostTracker(replace(start, is_overlapped=True))
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        hits, link = rng.integers(0, 8, 42).astype(np.float64), rng.integers(0, 24, 42) / 8
+        lane_ms = 0.12 + np.maximum(0.015 * hits, 0.2 * link)
+        tracker.observe_gpu(hits, link, lane_ms * rng.normal(1.0, 0.05, 42))
+    now = tracker.costs
+    assert now.is_overlapped
+    assert (now.gpu_fixed_ms, now.vram_expert_ms, now.zero_copy_ms) == pytest.approx(
+        (0.12, 0.015, 0.2), abs=0.008
     )
 
 

@@ -382,7 +382,7 @@ def test_layers_add_up_whatever_lane_serves_their_experts(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "setting", ["one launch", "no look-ahead", "in place", "whole experts", "new workers"]
+    "setting", ["one launch", "no look-ahead", "in place", "whole experts", "new workers", "added lanes"]
 )
 def test_settings_for_measurements_change_no_sums(
     experts: ExpertArena, pool: KernelPool, setting: str
@@ -397,14 +397,18 @@ def test_settings_for_measurements_change_no_sums(
         elif setting == "whole experts":
             offload.share_experts(False)
         for step in range(5):
-            if setting == "new workers" and step == 2:
+            if setting in ("new workers", "added lanes") and step == 2:
+                offload.counts_overlap = setting == "new workers"
                 offload.change_lane(card.hire, CostOverrides(0.0, 0.01, 1.0))
             card.decode(rows=1 + step % 2)
         counts = offload.counts.frozen()
+        report = offload.report
         card.check_slots()
     finally:
         offload.close()
     assert counts.num_cpu > 0
+    assert report is not None
+    assert report.costs.now.is_overlapped == (setting not in ("in place", "added lanes"))
     if setting == "no look-ahead":
         assert counts.num_guessed == 0
     if setting in ("whole experts", "in place"):

@@ -105,6 +105,7 @@ class GpuOffload:
         self.layers = DecodeLayers(memory, self.store, max_rows, lane, courier)
         self.look_ahead = self.layers.look_ahead
         buffers = self.layers.buffers
+        self.counts_overlap = True  # in the split's costs; False for measurements
         self._costs = SplitTable(options, arena.layout.num_parts, self._reader, buffers.cpu_count)
         self._vram_bytes = 0
         self._report: OffloadReport | None = None
@@ -354,8 +355,13 @@ class GpuOffload:
             logger.warning(text, self._num_late)
 
     def _open_costs(self, calibration: Calibration, costs: CostOverrides) -> None:
-        has_workers, num_landing = self.lane is not None, self.layers.landing.num_experts
-        self._costs.open(calibration, costs, has_workers=has_workers, num_landing=num_landing)
+        self._costs.open(
+            calibration,
+            costs,
+            has_workers=self.lane is not None,
+            num_landing=self.layers.landing.num_experts,
+            is_overlapped=self.layers.has_hits and self.counts_overlap,
+        )
 
     def _learn(self, log: StepLog) -> None:
         self.last_picks = log.picks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from glm53srv.errors import EngineError
@@ -36,13 +38,20 @@ class SplitTable:
         return self._ledger
 
     def open(
-        self, calibration: Calibration, costs: CostOverrides, *, has_workers: bool, num_landing: int
+        self,
+        calibration: Calibration,
+        costs: CostOverrides,
+        *,
+        has_workers: bool,
+        num_landing: int,
+        is_overlapped: bool,
     ) -> None:
         """Begin with these costs. has_workers: there is a CPU lane. num_landing: buffers for experts of the
-        link, without which none is shared."""
+        link, without which none is shared. is_overlapped: hits are computed beside the link's copies."""
         mode = self._options.mode if has_workers else "exact"
         max_picks = self._table.shape[0] - 1
         parts = self._parts(self._options.splits_experts, num_landing)
+        calibration = replace(calibration, costs=replace(calibration.costs, is_overlapped=is_overlapped))
         self._ledger = CostLedger(calibration, costs, max_picks, mode, parts)
         self._num_sent = 0
         self.send()
