@@ -61,6 +61,7 @@ class HardwareProfile:
             cpu_expert_ms=self.cpu_expert_ms,
             zero_copy_ms=expert_bytes / (self.zero_copy_gb_s * 1e6),
             vram_expert_ms=self.vram_expert_ms,
+            is_overlapped=self.is_gpu_overlapped,
         )
 
     def step_fixed_ms(self, num_streams: int) -> float:
