@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glm53srv.offload.calibrate import CostProbes, Timer, assume, calibrate, describe, gb_per_s
-from glm53srv.offload.cost import CostModel, CostOverrides, default_costs
+from glm53srv.offload.cost import COST_NAMES, CostModel, CostOverrides, default_costs
 
 GUESS = default_costs(22)
 TRUTH = CostModel(
@@ -57,7 +57,7 @@ class Machine:
 def test_costs_are_those_of_the_machine_despite_stalls(stall_every: int) -> None:
     machine = Machine(stall_every=stall_every)
     found = calibrate(machine.probes(), machine.clock, guess=GUESS, overrides=NONE)
-    for name in CostModel.__slots__:
+    for name in COST_NAMES:
         assert getattr(found.costs, name) == pytest.approx(getattr(TRUTH, name), rel=0.02), name
         assert found.sources[name] == "measured"
     assert found.copy_ms == pytest.approx(COPY_MS, rel=0.02)
