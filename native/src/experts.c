@@ -1,13 +1,17 @@
 /* The gated expert FFN over the picks of several rows: what is asked for, and how it is laid out in memory.
  *
  * The picks of a wave of rows are sorted by expert: a visit is one (row, expert) pair, a group the visits of
- * one expert. Many rows are computed in phases (experts_wide.c), few as tasks that wait for one another
- * (experts_few.c); the order of every sum is the same.
+ * one expert. Groups of many rows are computed in phases (experts_wide.c), those of few as tasks that wait
+ * for one another (experts_few.c); the order of every sum is the same.
  */
 #include "experts.h"
 
 /* Scratch that one wave may take, in bytes; more rows are done in several waves. */
 #define WAVE_BYTES ((size_t)256 << 20)
+
+/* Visits of a wave of more than GLM53_FEW_ROWS rows that may be computed as tasks, each of which keeps
+ * partial sums of its own: 0.25 MB at 4096 x 2048. */
+enum { FEW_VISITS = 512 };
 
 void glm53_wave_prepare(const glm53_tier *tier, const glm53_wave *w, int32_t visit, bool is_up, int32_t begin,
                         int32_t end) {
@@ -132,9 +136,20 @@ static plans build(const glm53_pool *pool, glm53_arena *a, glm53_wave *w, bool i
     return p;
 }
 
+/* As tasks, if no expert has many rows: then phases would wait for one another and gain nothing. A short
+ * prompt spread over many experts is such a wave. */
+static bool is_wide_wave(const glm53_wave *w) {
+    if (w->row_end - w->row_begin <= GLM53_FEW_ROWS) return false;
+    if (w->num_visits > FEW_VISITS) return true;
+    for (int32_t i = 0; i < w->num_groups; i++) {
+        if (w->groups[i].gate.rows > GLM53_FEW_ROWS) return true;
+    }
+    return false;
+}
+
 /* The index comes first in the scratch and must be filled before the size of the rest is known. Growing the
  * scratch loses its contents, so the index is then built again; once it has grown, nothing is allocated. */
-static int32_t run_wave(glm53_pool *pool, glm53_wave *w, bool is_wide) {
+static int32_t run_wave(glm53_pool *pool, glm53_wave *w) {
     glm53_arena index = {0};
     take_index(&index, w);
     char *scratch = glm53_pool_scratch(pool, index.used);
@@ -142,6 +157,7 @@ static int32_t run_wave(glm53_pool *pool, glm53_wave *w, bool is_wide) {
     index = (glm53_arena){.base = scratch};
     take_index(&index, w);
     build_groups(w);
+    bool is_wide = is_wide_wave(w);
     glm53_arena sizes = {.used = index.used};
     build(pool, &sizes, w, is_wide);
     char *grown = glm53_pool_scratch(pool, sizes.used);
@@ -213,12 +229,11 @@ int32_t glm53_experts(glm53_pool *pool, const glm53_expert_job *job) {
     glm53_wave w = {.spec = job};
     w.hidden = job->table[0].gate.in_features;
     w.intermediate = job->table[0].gate.out_features;
-    bool is_wide = job->rows > GLM53_FEW_ROWS;
     int32_t step = rows_per_wave(job, w.hidden, w.intermediate);
     for (int32_t row = 0; row < job->rows && status == GLM53_OK; row += w.row_end - w.row_begin) {
         w.row_begin = row;
         w.row_end = job->rows - row < step ? job->rows : row + step;
-        status = run_wave(pool, &w, is_wide);
+        status = run_wave(pool, &w);
     }
     glm53_pool_release(pool);
     return status;

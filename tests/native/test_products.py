@@ -145,6 +145,30 @@ def test_expert_row_bits_do_not_depend_on_other_rows(pool: KernelPool, precision
         np.testing.assert_array_equal(run(rows), alone[rows])
 
 
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda precision: precision.name)
+@pytest.mark.parametrize("rows", [9, 40, 100, 250, 300])
+def test_rows_spread_over_many_experts_give_the_bits_of_each_alone(
+    pool: KernelPool, precision: Precision, rows: int
+) -> None:
+    """A short prompt: many rows, few of each expert. 300 rows are more visits than go by tasks."""
+    num_experts = 80
+    table = as_table(random_experts(17, num_experts, 128, 256))
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, 128)).astype(np.float32)
+    places = np.arange(2 * rows).reshape(rows, 2)
+    picks = ((7 * places) % num_experts).astype(np.int32)  # at most 2 * rows / 80 of each, rounded up
+    weights = rng.uniform(size=(rows, 2)).astype(np.float32)
+
+    def run(which: list[int]) -> np.ndarray:
+        return pool.experts(x[which], table, picks[which], weights[which], 1.0, precision=precision)
+
+    alone = np.concatenate([run([r]) for r in range(rows)])
+    np.testing.assert_array_equal(run(list(range(rows))), alone)
+    picks[: min(rows, 9), 0] = 5  # one more than go by tasks
+    alone = np.concatenate([run([r]) for r in range(rows)])
+    np.testing.assert_array_equal(run(list(range(rows))), alone)
+
+
 def without_the_first(experts: list[Expert], which: int, blocks: int) -> list[Expert]:
     """Leave an expert's first blocks of neurons out by down's input scales: what a GPU does."""
     gate, up, down = experts[which]
