@@ -51,17 +51,19 @@ class Routes(Protocol):
 
 
 class RoutedEngine:
-    """An engine that is warm already, told before each decode step which experts it picks."""
+    """An engine that is warm already, told before each decode step which experts it picks.
 
-    def __init__(self, engine: Engine, routes: Routes | None, behind: Callable[[], None]) -> None:
-        """behind: called when a step is done."""
+    limits: the engine's, with the vocabulary that a tokenizer knows, so that who draws prompts draws from it.
+    """
+
+    def __init__(
+        self, engine: Engine, routes: Routes | None, behind: Callable[[], None], num_ids: int
+    ) -> None:
+        """behind: called when a step is done. num_ids: of the tokenizer."""
         self._engine = engine
+        self.limits: EngineLimits = replace(engine.limits, vocab_size=min(num_ids, engine.limits.vocab_size))
         self._routes = routes
         self._behind = behind
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self._engine.limits
 
     @property
     def offload_report(self) -> OffloadReport | None:
@@ -113,7 +115,8 @@ def random_loader(config: Config, build: Build) -> Loader:
         served = served_model(
             config, described, tokenizer, grammars, context_tokens(engine.limits), created=int(time.time())
         )
-        return Loaded(RoutedEngine(engine, routes, behind), replace(served, name=RANDOM_NAME))
+        routed = RoutedEngine(engine, routes, behind, tokenizer.num_ids)
+        return Loaded(routed, replace(served, name=RANDOM_NAME))
 
     return load
 

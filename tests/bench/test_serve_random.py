@@ -42,7 +42,9 @@ class Recorder:
 
 def test_routes_are_sent_before_each_decode_step_and_no_other(random_model_dir: Path) -> None:
     routes = Recorder()
-    routed = RoutedEngine(CpuEngine.load(random_model_dir, OPTIONS), routes, routes.behind)
+    engine = CpuEngine.load(random_model_dir, OPTIONS)
+    routed = RoutedEngine(engine, routes, routes.behind, 100)
+    assert routed.limits == replace(engine.limits, vocab_size=100)
     routed.warm_up()
     greedy = SequenceStart("a", SamplingParams(temperature=0.0), 0, (5, 6, 7))
     depth = routed.limits.num_layers
