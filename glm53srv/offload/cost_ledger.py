@@ -21,12 +21,10 @@ EARLY_REFRESH_STEPS = 8
 LARGE_DRIFT = 0.25
 """Change of a cost that is looked for every EARLY_REFRESH_STEPS, as when the start was measured badly."""
 PROBE_STEPS = 4
-"""Steps that give workers who had no job for long an expert or two of every layer, to see what they take now:
+"""Steps that give workers who had no job for long an expert or two of some layers, to see what they take now:
 two sizes, which tell a job's fixed part from its experts'. Without
 them a machine that was busy while it was measured at start, or for a while later, would never be asked again:
 fast mode would go on without its CPU (seen on an H200 machine, 30 November 2026)."""
-PROBED_BY_TWO = 4
-"""Misses of a layer from which a probe gives two of them."""
 FIRST_PROBE = 64
 MAX_PROBE = 4096
 """Steps without a job before the first probe; twice as many after each that brings no more jobs."""
@@ -141,16 +139,20 @@ class CostLedger:
         self.num_tables += 1
 
     def _begin_probe(self) -> None:
-        """Give the workers an expert of each layer that misses any, two of many, and doubt what they took."""
+        """Give the workers something to do in some layers, and doubt what they took.
+
+        One expert where a layer's misses leave 1 by four, two where they leave 4 by eight: three layers of
+        eight, since workers who are slow would make every layer of a step wait.
+        """
         self._tracker.doubt_cpu()
         self._probe_ends = self._num_steps + PROBE_STEPS
         self._own_jobs_from = self._probe_ends + 2  # a device's answers come a step late
         self._probe_after = min(2 * self._probe_after, MAX_PROBE)
         hits = np.arange(self._max_picks + 1)[:, None]
         misses = np.arange(self._max_picks + 1)[None, :]
-        can_occur = (misses > 0) & (hits + misses <= self._max_picks)
-        least = self._parts.num_parts * np.where(misses < PROBED_BY_TWO, 1, 2)
-        self.table = np.maximum(self.table, np.where(can_occur, least, 0)).astype(np.int32)
+        asked = np.where(misses % 4 == 1, 1, np.where(misses % 8 == 4, 2, 0))
+        asked = np.where(hits + misses <= self._max_picks, asked * self._parts.num_parts, 0)
+        self.table = np.maximum(self.table, asked).astype(np.int32)
         self.num_tables += 1
 
     def _end_probe(self) -> None:
