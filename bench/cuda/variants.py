@@ -177,6 +177,8 @@ class Bench:
             done = max(1, after.num_steps - before.num_steps)
             for name in ("gpu_lane_ms", "cpu_wait_ms", "num_cpu_last"):
                 figures[name] = (getattr(after, name) - getattr(before, name)) / done
+            lane = self.engine.offload.lane
+            figures["hand_over_ms"] = 0.0 if lane is None else lane.hand_over.value_ms
             found[f"decode_{width}"] = figures
             say(f"{variant.name} x{width}: " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()))
         report = self.engine.offload.report

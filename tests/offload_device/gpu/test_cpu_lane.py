@@ -9,7 +9,7 @@ import torch
 from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.combine_kernel import launch_combine
-from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.cpu_lane import HAND_OVER_MS, MAX_HAND_OVER_MS, CpuLane, HandOver
 from glm53srv.offload.device.gpu.launch import COUNT_WORDS, MailRing, PlanInputs, PlanOutputs, make_landing
 from glm53srv.offload.device.gpu.plan_kernel import launch_plan
 from glm53srv.offload.offers import NUM_WORDS
@@ -75,10 +75,36 @@ def test_each_steps_jobs_have_the_next_numbers_wherever_they_wrap(arena: ExpertA
             assert number == (first_seq + step * layers) % 2**32
             answers = lane.take_answers()
             assert len(answers) == (layers if step else 0)
-            assert all(experts == arena.geometry.top_k for experts, _ in answers)
+            assert (answers[:, 0] == arena.geometry.top_k).all()
+            assert (answers[:, 1] > 0).all()
+            assert len(lane.take_answers()) == 0, "each is given once"
             for layer in range(layers):
                 run_layer(arena, layer, ring, rng)
             lane.check()
         assert lane.stats().num_jobs == NUM_STEPS * layers
     finally:
         lane.close()
+
+
+def test_the_hand_over_is_what_a_jobs_time_has_beside_its_computing() -> None:
+    hand_over, rng = HandOver(), np.random.default_rng(0)
+    for _ in range(100):
+        computed_ms = rng.uniform(0.1, 0.5, 42)
+        whole_ms = computed_ms + 0.05 + rng.normal(0, 0.005, 42)
+        whole_ms[rng.random(42) < 0.5] = np.nan  # not waited for
+        whole_ms[3] = 80.0  # a stall
+        hand_over.observe(whole_ms, computed_ms)
+    assert hand_over.value_ms == pytest.approx(0.05, abs=0.003)
+
+
+def test_without_waits_the_hand_over_stays_and_stalls_are_bounded() -> None:
+    hand_over = HandOver()
+    hand_over.observe(np.full(42, np.nan), np.full(42, 0.3))
+    hand_over.observe(np.zeros(0), np.zeros(0))
+    assert hand_over.value_ms == HAND_OVER_MS
+    for _ in range(200):
+        hand_over.observe(np.full(42, 80.0), np.full(42, 0.3))
+    assert hand_over.value_ms == pytest.approx(MAX_HAND_OVER_MS)
+    for _ in range(200):
+        hand_over.observe(np.full(42, 0.1), np.full(42, 0.3))  # two clocks may disagree
+    assert hand_over.value_ms == pytest.approx(0.0, abs=1e-6)

@@ -21,9 +21,10 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.courier import Courier
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu import gpu_offload, look_ahead
-from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.cpu_lane import HAND_OVER_MS, MAX_HAND_OVER_MS, CpuLane
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory, LayerTables
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
+from glm53srv.offload.device.gpu.host_log import LaneTimes, StepLog
 from glm53srv.offload.device.gpu.landing_order import OwnLaunches
 from glm53srv.offload.device.gpu.launch import RouterWeights
 from glm53srv.offload.device.gpu.order_kernel import launch_await
@@ -413,6 +414,27 @@ def test_settings_for_measurements_change_no_sums(
         assert counts.num_guessed == 0
     if setting in ("whole experts", "in place"):
         assert counts.num_split == 0
+
+
+def test_what_the_device_waited_for_tells_the_hand_over(
+    experts: ExpertArena, pool: KernelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter has no clock of the device: stamps are made up."""
+
+    def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
+        return LaneTimes([], np.zeros(len(log.counts)), np.full(len(log.counts), 1e6))
+
+    card = Card(experts, pool, "fast")
+    try:
+        card.decode(1)
+        monkeypatch.setattr(gpu_offload, "read_stamps", read_stamps)
+        for _ in range(4):
+            card.decode(1)
+        lane = card.offload.lane
+        assert lane is not None
+        assert HAND_OVER_MS < lane.hand_over.value_ms < MAX_HAND_OVER_MS
+    finally:
+        card.offload.close()
 
 
 @pytest.mark.parametrize("fault", ["refuses", "drops marks", "no driver"])

@@ -200,3 +200,13 @@ def test_times_of_a_shared_expert_count_it_on_both_sides() -> None:
     times = read_stamps(StepLog(nothing, nothing, nothing.astype(np.int8), counts, guesses), num_blocks=16)
     assert times.gpu_lanes == [(4.25, 1.75, 0.9)]
     assert times.wait_ms.tolist() == [0.05]
+    np.testing.assert_array_equal(times.cpu_ms, [0.95, np.nan])
+
+
+def test_the_time_of_an_answer_is_known_where_it_was_waited_for() -> None:
+    end = 2**31 - 100  # the clock's low word wraps between post and answer
+    counts = np.array([[0, 1, 1, 100, 900_100, 904_100, 0, 0], [0, 1, 1, end, 0, 0, 0, 0]], np.int64)
+    counts[1, 4:6] = np.array([end + 300_000, end + 420_000]) - 2**32
+    nothing, guesses = np.empty((2, 0), np.int32), np.zeros((2, 2), np.int32)
+    log = StepLog(nothing, nothing, nothing.astype(np.int8), counts.astype(np.int32), guesses)
+    np.testing.assert_array_equal(read_stamps(log, 16).cpu_ms, [np.nan, 0.42])

@@ -18,9 +18,30 @@ from glm53srv.offload.device.gpu.registered import RegisteredMemory
 from glm53srv.offload.device.mailbox import HEADER_BYTES, Mailbox, MailboxShape
 
 HAND_OVER_MS = 0.02
-"""From the device's post to the workers' start, and from their answer to the device's next kernel: 10 us each
-way on another machine (0xSero/glm53-flash-offload). Not timed here: a job of the host's goes another way,
-which takes ten times as long."""
+"""At start. From the device's post to the workers' start, and from their answer to the device's next kernel:
+10 us each way on another machine (0xSero/glm53-flash-offload)."""
+MAX_HAND_OVER_MS = 0.1
+"""More is a stall, and counts as that much."""
+HAND_OVER_JOBS = 500
+"""Jobs after which one counts 1/e."""
+
+
+class HandOver:
+    """What a job takes beside its computing, followed online. Engine thread only.
+
+    Where the GPU waits for the CPU, its clock sees a job whole, from post to answer; the workers' clock sees
+    their part.
+    """
+
+    def __init__(self) -> None:
+        self.value_ms = HAND_OVER_MS
+
+    def observe(self, whole_ms: NDArray[np.float64], computed_ms: NDArray[np.float64]) -> None:
+        """Take jobs, both (jobs,); whole_ms is NaN where it is not known."""
+        found = np.clip((whole_ms - computed_ms)[np.isfinite(whole_ms)], 0.0, MAX_HAND_OVER_MS)
+        if found.size:
+            weight = 1 - (1 - 1 / HAND_OVER_JOBS) ** found.size
+            self.value_ms += weight * (float(np.median(found)) - self.value_ms)
 
 
 def make_ring(mailbox: Mailbox, device: torch.device | str) -> MailRing:
@@ -72,6 +93,7 @@ class CpuLane:
         self._posted = self._answered = range(0)
         self.ring = make_ring(self.mailbox, device)
         self.crew = Crew(arena, self.mailbox, options)
+        self.hand_over = HandOver()
 
     def begin_step(self) -> int:
         """Wake the workers and number the step's jobs, one per sparse layer; the step must post them all.
@@ -103,19 +125,31 @@ class CpuLane:
         """Count."""
         return self.crew.stats()
 
-    def take_answers(self) -> list[tuple[float, float]]:
-        """Give (experts, ms) of each job with experts of the step before the one that begin_step began.
+    def take_answers(self) -> NDArray[np.float64]:
+        """Give (experts, ms of computing) of each job of the step before the one that begin_step began.
 
-        An expert in part counts as that part.
+        In the order of layers: (layers, 2), or (0, 2) if they were given already. An expert in part counts as
+        that part.
         That step's end must have been waited for.
         """
         answers = [self.mailbox.answer(seq) for seq in self._answered]
         self._answered = range(0)
-        return [
-            (answer.num_blocks / self._num_blocks, answer.elapsed_ms + HAND_OVER_MS)
-            for answer in answers
-            if answer.num_blocks
-        ]
+        found = [(answer.num_blocks / self._num_blocks, answer.elapsed_ms) for answer in answers]
+        return np.array(found, np.float64).reshape(-1, 2)
+
+    def learn(self, answers: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> None:
+        """Follow the hand-over by a step's jobs.
+
+        answers: as take_answers gives them. whole_ms: (layers,), by the device's clock, NaN where it did not
+        wait.
+        """
+        if len(answers):
+            num_experts, computed_ms = answers.T
+            self.hand_over.observe(np.where(num_experts, whole_ms, np.nan), computed_ms)
+
+    def whole_jobs(self, answers: NDArray[np.float64]) -> list[tuple[float, float]]:
+        """Give (experts, ms from post to answer) of the jobs with experts."""
+        return [(num, ms + self.hand_over.value_ms) for num, ms in answers.tolist() if num]
 
     def run_alone(self, layer: int, x: NDArray[np.float32], experts: NDArray[np.integer[Any]]) -> float:
         """Run one job by the host's door, for x float32 (1, hidden); gives the ms it would take a step.

@@ -51,6 +51,9 @@ free slots are filled, at start or behind a prefill's loan, 20 of them and more 
 layer waits (0.18 ms each on an H200)."""
 
 
+NO_ANSWERS: NDArray[np.float64] = np.zeros((0, 2))
+
+
 class GpuOffload:
     """Owns slots, residency, loan and plans. Every call comes from the engine thread, on its main stream.
 
@@ -237,13 +240,14 @@ class GpuOffload:
         step_ms: time of the step before, which the copy budget grants by.
         """
         ledger = self._costs.ledger
-        if self.lane is not None:
-            ledger.observe_cpu(self.lane.take_answers())
+        answers = NO_ANSWERS if self.lane is None else self.lane.take_answers()
         width = self.layers.rows * self.policy.geometry.top_k
         log = self._logs.swap(width, is_guessed=self.look_ahead.num_ahead > 0)
         self.layers.rows = 0
         if log is not None:
-            self._learn(log)
+            self._learn(log, answers)
+        if self.lane is not None:
+            ledger.observe_cpu(self.lane.whole_jobs(answers))
         fixed = self._options.copies_per_step
         granted = ledger.grant(step_ms)
         update = self.policy.advance(self.store.take_landed(), granted if fixed is None else fixed)
@@ -363,7 +367,7 @@ class GpuOffload:
             is_overlapped=self.layers.has_hits and self.counts_overlap,
         )
 
-    def _learn(self, log: StepLog) -> None:
+    def _learn(self, log: StepLog, answers: NDArray[np.float64] = NO_ANSWERS) -> None:
         self.last_picks = log.picks
         self.policy.observe(log.picks, log.kept)
         self._heat_keeper.end_step(self.policy.history)
@@ -372,6 +376,7 @@ class GpuOffload:
             times = read_stamps(log, self.arena.layout.num_blocks)
             self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)
             self._costs.ledger.observe_gpu(times.gpu_lanes)
+            self.lane.learn(answers, times.cpu_ms)
 
     def _apply(self, update: ResidencyUpdate) -> None:
         """Enqueue what the next step will read: table, heat, offers; and issue the copies."""

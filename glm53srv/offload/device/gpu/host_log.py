@@ -29,10 +29,17 @@ class StepLog:
 class LaneTimes:
     """Of a step's layers that have a CPU part or none: gpu_lanes gives experts in VRAM, over the link, and ms
     from the plan to the last expert's end. wait_ms: what the GPU then waited for the CPU, float64 (layers,).
+    cpu_ms: from the plan to the CPU's answer, float64 (all layers,), NaN where the GPU did not wait for it.
     """
 
     gpu_lanes: list[tuple[float, float, float]]
     wait_ms: NDArray[np.float64]
+    cpu_ms: NDArray[np.float64]
+
+
+WAITED_NS = 12_000
+"""What is longer was a wait: looking at an answer that is there takes 4 to 5 us (H200, traced, 30 November
+2026)."""
 
 
 def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
@@ -49,7 +56,9 @@ def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
     hits = (log.counts[is_timed, 0] + off_link).tolist()
     link = (log.counts[is_timed, 1] - off_link).tolist()
     wait_ms = (answered - arrived)[is_timed].astype(np.float64) / 1e6
-    return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms)
+    has_waited = is_timed & (answered - arrived > WAITED_NS)
+    cpu_ms = np.where(has_waited, (answered - planned) / 1e6, np.nan)
+    return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms, cpu_ms)
 
 
 class HostLogs:
