@@ -53,15 +53,15 @@ class Routes(Protocol):
 class RoutedEngine:
     """An engine that is warm already, told before each decode step which experts it picks.
 
-    limits: the engine's, with the vocabulary that a tokenizer knows, so that who draws prompts draws from it.
+    limits: the engine's, with vocabulary and end ids of a tokenizer: who draws prompts draws from those.
     """
 
     def __init__(
-        self, engine: Engine, routes: Routes | None, behind: Callable[[], None], num_ids: int
+        self, engine: Engine, limits: EngineLimits, routes: Routes | None, behind: Callable[[], None]
     ) -> None:
-        """behind: called when a step is done. num_ids: of the tokenizer."""
+        """behind: called when a step is done."""
         self._engine = engine
-        self.limits: EngineLimits = replace(engine.limits, vocab_size=min(num_ids, engine.limits.vocab_size))
+        self.limits = limits
         self._routes = routes
         self._behind = behind
 
@@ -115,8 +115,12 @@ def random_loader(config: Config, build: Build) -> Loader:
         served = served_model(
             config, described, tokenizer, grammars, context_tokens(engine.limits), created=int(time.time())
         )
-        routed = RoutedEngine(engine, routes, behind, tokenizer.num_ids)
-        return Loaded(routed, replace(served, name=RANDOM_NAME))
+        limits = replace(
+            engine.limits,
+            vocab_size=min(tokenizer.num_ids, engine.limits.vocab_size),
+            eos_token_ids=described.eos_token_ids,
+        )
+        return Loaded(RoutedEngine(engine, limits, routes, behind), replace(served, name=RANDOM_NAME))
 
     return load
 

@@ -21,10 +21,10 @@ EARLY_REFRESH_STEPS = 8
 LARGE_DRIFT = 0.25
 """Change of a cost that is looked for every EARLY_REFRESH_STEPS, as when the start was measured badly."""
 PROBE_STEPS = 4
-"""Steps that give workers who had no job for long an expert or two of some layers, to see what they take now:
-two sizes, which tell a job's fixed part from its experts'. Without
-them a machine that was busy while it was measured at start, or for a while later, would never be asked again:
-fast mode would go on without its CPU (seen on an H200 machine, 30 November 2026)."""
+"""Steps that give workers who had no job for long an expert or two of some layers, to see what they take now.
+Two sizes tell a job's fixed part from its experts'. Without probes a machine that was busy while it was
+measured at start, or for a while later, would never be asked again: fast mode would go on without its CPU
+(seen on an H200 machine, 30 November 2026)."""
 FIRST_PROBE = 64
 MAX_PROBE = 4096
 """Steps without a job before the first probe; twice as many after each that brings no more jobs."""

@@ -43,8 +43,7 @@ class Recorder:
 def test_routes_are_sent_before_each_decode_step_and_no_other(random_model_dir: Path) -> None:
     routes = Recorder()
     engine = CpuEngine.load(random_model_dir, OPTIONS)
-    routed = RoutedEngine(engine, routes, routes.behind, 100)
-    assert routed.limits == replace(engine.limits, vocab_size=100)
+    routed = RoutedEngine(engine, engine.limits, routes, routes.behind)
     routed.warm_up()
     greedy = SequenceStart("a", SamplingParams(temperature=0.0), 0, (5, 6, 7))
     depth = routed.limits.num_layers
@@ -82,7 +81,10 @@ def test_an_engine_is_served_with_the_ids_of_the_tokenizer(random_model_dir: Pat
     model, answer, running = asyncio.run(run())
     assert model == "random-weights"
     assert running.model.is_random
-    assert drawn[0] < running.model.tokenizer.num_ids
+    num_ids = running.model.tokenizer.num_ids
+    assert drawn[0] < num_ids
+    limits, described = running.steps.limits, load_model_config(random_model_dir)
+    assert (limits.vocab_size, limits.eos_token_ids) == (num_ids, described.eos_token_ids)
     assert answer.status == 200
     assert answer.events()[-1] == "[DONE]"
     assert sum("choices" in event for event in answer.events()[:-1]) > 3
