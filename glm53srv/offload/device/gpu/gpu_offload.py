@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from glm53srv.errors import EngineError, Glm53Error
 from glm53srv.offload.calibrate import Calibration
 from glm53srv.offload.cost import CostOverrides
+from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.courier import Courier, find_driver_calls
 from glm53srv.offload.device.describe import describe_offload
@@ -211,6 +212,7 @@ class GpuOffload:
             self.courier.ring()
         if self.lane is None:
             return 0
+        self._costs.begin_step(num_rows)
         first_job = self.lane.begin_step()
         if not is_captured:
             self.lane.ring.first_seq.fill_(first_job)
@@ -239,13 +241,13 @@ class GpuOffload:
 
         step_ms: time of the step before, which the copy budget grants by.
         """
-        ledger = self._costs.ledger
+        ledger = self._costs.ledger_before  # log and answers are of that step
         answers = NO_ANSWERS if self.lane is None else self.lane.take_answers()
         width = self.layers.rows * self.policy.geometry.top_k
         log = self._logs.swap(width, is_guessed=self.look_ahead.num_ahead > 0)
         self.layers.rows = 0
         if log is not None:
-            self._learn(log, answers)
+            self._learn(log, ledger, answers)
         if self.lane is not None:
             ledger.observe_cpu(self.lane.whole_jobs(answers))
         fixed = self._options.copies_per_step
@@ -367,7 +369,7 @@ class GpuOffload:
             is_overlapped=self.layers.has_hits and self.counts_overlap,
         )
 
-    def _learn(self, log: StepLog, answers: NDArray[np.float64] = NO_ANSWERS) -> None:
+    def _learn(self, log: StepLog, ledger: CostLedger, answers: NDArray[np.float64] = NO_ANSWERS) -> None:
         self.last_picks = log.picks
         self.policy.observe(log.picks, log.kept)
         self._heat_keeper.end_step(self.policy.history)
@@ -375,7 +377,7 @@ class GpuOffload:
         if self.lane is not None:
             times = read_stamps(log, self.arena.layout.num_blocks)
             self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)
-            self._costs.ledger.observe_gpu(times.gpu_lanes)
+            ledger.observe_gpu(times.gpu_lanes)
             self.lane.learn(answers, times.cpu_ms)
 
     def _apply(self, update: ResidencyUpdate) -> None:
@@ -393,7 +395,7 @@ class GpuOffload:
         """Read the newest step's log, if it was not read yet."""
         log = self._logs.take_last()
         if log is not None:
-            self._learn(log)
+            self._learn(log, self._costs.ledger)
 
     def _describe(self) -> OffloadReport:
         crew = None if self.lane is None else self.lane.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,9 +16,10 @@ from glm53srv.offload.device.options import OffloadOptions
 
 
 class SplitTable:
-    """Owns the ledger, and sends its table when that was remade. Engine thread only.
+    """Owns a ledger for each number of rows of a step, and sends its table when the device has another.
 
-    table: int32 (picks + 1, picks + 1) on the device, what plans read.
+    Rows share launches, copies and the CPU's reads: an expert costs otherwise in a step of four than of one.
+    Engine thread only. table: int32 (picks + 1, picks + 1) on the device, what plans read.
     """
 
     def __init__(
@@ -27,15 +29,21 @@ class SplitTable:
         self._num_parts = num_parts
         self._reader = reader
         self._table = table
-        self._num_sent = 0
-        self._ledger: CostLedger | None = None
+        self._make: Callable[[], CostLedger] | None = None
+        self._ledgers: dict[int, CostLedger] = {}
+        self._rows = self._rows_before = 1
+        self._shared = Parts()
+        self._sent: tuple[int, int] | None = None  # whose table the device has, and which of them
 
     @property
     def ledger(self) -> CostLedger:
-        """The costs now. Raises EngineError before open()."""
-        if self._ledger is None:
-            raise EngineError("the offload was not started")
-        return self._ledger
+        """The costs of steps like the newest one. Raises EngineError before open()."""
+        return self._of(self._rows)
+
+    @property
+    def ledger_before(self) -> CostLedger:
+        """Those of steps like the one before the newest. Raises EngineError before open()."""
+        return self._of(self._rows_before)
 
     def open(
         self,
@@ -50,23 +58,39 @@ class SplitTable:
         link, without which none is shared. is_overlapped: hits are computed beside the link's copies."""
         mode = self._options.mode if has_workers else "exact"
         max_picks = self._table.shape[0] - 1
-        parts = self._parts(self._options.splits_experts, num_landing)
+        self._shared = self._parts(self._options.splits_experts, num_landing)
         calibration = replace(calibration, costs=replace(calibration.costs, is_overlapped=is_overlapped))
-        self._ledger = CostLedger(calibration, costs, max_picks, mode, parts)
-        self._num_sent = 0
+        self._make = lambda: CostLedger(calibration, costs, max_picks, mode, self._shared)
+        self._ledgers.clear()
+        self._sent = None
+        self.send()
+
+    def begin_step(self, num_rows: int) -> None:
+        """Begin a decode step of so many rows; before its first kernel."""
+        self._rows_before, self._rows = self._rows, num_rows
         self.send()
 
     def share(self, is_wanted: bool, num_landing: int) -> None:
         """Share an expert of each layer between link and CPU from now on, or none."""
-        self.ledger.share(self._parts(is_wanted, num_landing))
+        self._shared = self._parts(is_wanted, num_landing)
+        for ledger in self._ledgers.values():
+            ledger.share(self._shared)
         self.send()
 
     def send(self) -> None:
-        """Send the table if it was remade."""
+        """Send the table of the newest step's rows if the device has another."""
         ledger = self.ledger
-        if ledger.num_tables != self._num_sent:
-            self._num_sent = ledger.num_tables
+        wanted = (self._rows, ledger.num_tables)
+        if wanted != self._sent:
+            self._sent = wanted
             self._reader.send(ledger.table, self._table)
+
+    def _of(self, num_rows: int) -> CostLedger:
+        if self._make is None:
+            raise EngineError("the offload was not started")
+        if num_rows not in self._ledgers:
+            self._ledgers[num_rows] = self._make()
+        return self._ledgers[num_rows]
 
     def _parts(self, is_shared: bool, num_landing: int) -> Parts:
         return Parts(self._num_parts, num_landing if is_shared else 0)
