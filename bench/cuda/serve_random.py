@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bench.errors import BadInput
 from glm53srv.api.lifecycle import Loaded, Loader
 from glm53srv.api.loading import RANDOM_NAME, grammar_compiler, served_model
 from glm53srv.api.tokenizer import Tokenizer
+from glm53srv.bench_model.driver import Routes
 from glm53srv.bench_model.options import BenchOptions, parse_options
 from glm53srv.config import Config, load_config
 from glm53srv.engine.base import Engine, EngineLimits, StepPlan, StepResult
@@ -41,13 +42,6 @@ if TYPE_CHECKING:
     from glm53srv.model.config import ModelConfig
 
 logger = logging.getLogger("serve_random")
-
-
-class Routes(Protocol):
-    """What prescribes the experts of decode steps; ImposedRoutes does."""
-
-    def send(self, streams: Sequence[int]) -> None:
-        """Prescribe those of the next step, whose rows are these streams'."""
 
 
 class RoutedEngine:
@@ -84,9 +78,7 @@ class RoutedEngine:
         self._engine.close()
 
 
-Build = Callable[
-    [Callable[["ModelConfig"], "SamplerBank"]], tuple[Engine, "Routes | None", Callable[[], None]]
-]
+Build = Callable[[Callable[["ModelConfig"], "SamplerBank"]], tuple[Engine, Routes | None, Callable[[], None]]]
 """Loads and warms up the drawn model, given what makes its sampler: engine, routes, what follows a step."""
 
 

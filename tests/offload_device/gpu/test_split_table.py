@@ -35,7 +35,7 @@ class Reader:
 def make_table(*, has_workers: bool = True, shares: bool = True) -> tuple[SplitTable, Reader, torch.Tensor]:
     reader, table = Reader(), torch.zeros((MAX_PICKS + 1, MAX_PICKS + 1), dtype=torch.int32)
     options = OffloadOptions(mode="fast", splits_experts=shares)
-    made = SplitTable(options, 16, reader, table)  # type: ignore[arg-type]
+    made = SplitTable(options, 16, reader, table, 4)  # type: ignore[arg-type]
     made.open(
         Calibration(COSTS), CostOverrides(), has_workers=has_workers, num_landing=16, is_overlapped=True
     )
@@ -83,7 +83,7 @@ def test_a_table_is_sent_when_the_device_has_another() -> None:
         assert reader.num_sent == num_sent
 
 
-def test_sharing_is_changed_for_all_rows_also_those_to_come() -> None:
+def test_sharing_is_changed_for_all_rows() -> None:
     made, _, table = make_table()
     made.begin_step(2)
     assert bool((table % 16 > 0).any())
@@ -98,6 +98,6 @@ def test_without_workers_the_cpu_gets_nothing_and_before_the_start_there_are_no_
     made, _, table = make_table(has_workers=False)
     made.begin_step(2)
     assert not bool(table.any())
-    unopened = SplitTable(OffloadOptions(mode="fast"), 16, Reader(), table)  # type: ignore[arg-type]
+    unopened = SplitTable(OffloadOptions(mode="fast"), 16, Reader(), table, 4)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="not started"):
         unopened.send()

@@ -110,7 +110,7 @@ class GpuOffload:
         self.look_ahead = self.layers.look_ahead
         buffers = self.layers.buffers
         self.counts_overlap = True  # in the split's costs; False for measurements
-        self._costs = SplitTable(options, arena.layout.num_parts, self._reader, buffers.cpu_count)
+        self._costs = SplitTable(options, arena.layout.num_parts, self._reader, buffers.cpu_count, max_rows)
         self._vram_bytes = 0
         self._report: OffloadReport | None = None
         self.courier = courier

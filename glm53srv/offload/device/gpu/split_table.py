@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,16 +22,21 @@ class SplitTable:
     """
 
     def __init__(
-        self, options: OffloadOptions, num_parts: int, reader: HostReader, table: torch.Tensor
+        self,
+        options: OffloadOptions,
+        num_parts: int,
+        reader: HostReader,
+        table: torch.Tensor,
+        max_rows: int,
     ) -> None:
+        """num_parts: of an expert. max_rows: of a step."""
+        self._max_rows = max_rows
         self._options = options
         self._num_parts = num_parts
         self._reader = reader
         self._table = table
-        self._make: Callable[[], CostLedger] | None = None
         self._ledgers: dict[int, CostLedger] = {}
         self._rows = self._rows_before = 1
-        self._shared = Parts()
         self._sent: tuple[int, int] | None = None  # whose table the device has, and which of them
 
     @property
@@ -58,10 +62,13 @@ class SplitTable:
         link, without which none is shared. is_overlapped: hits are computed beside the link's copies."""
         mode = self._options.mode if has_workers else "exact"
         max_picks = self._table.shape[0] - 1
-        self._shared = self._parts(self._options.splits_experts, num_landing)
+        parts = self._parts(self._options.splits_experts, num_landing)
         calibration = replace(calibration, costs=replace(calibration.costs, is_overlapped=is_overlapped))
-        self._make = lambda: CostLedger(calibration, costs, max_picks, mode, self._shared)
-        self._ledgers.clear()
+        # All of them now: a table takes some ms, which a step's begin has not.
+        self._ledgers = {
+            rows: CostLedger(calibration, costs, max_picks, mode, parts)
+            for rows in range(1, self._max_rows + 1)
+        }
         self._sent = None
         self.send()
 
@@ -72,9 +79,8 @@ class SplitTable:
 
     def share(self, is_wanted: bool, num_landing: int) -> None:
         """Share an expert of each layer between link and CPU from now on, or none."""
-        self._shared = self._parts(is_wanted, num_landing)
         for ledger in self._ledgers.values():
-            ledger.share(self._shared)
+            ledger.share(self._parts(is_wanted, num_landing))
         self.send()
 
     def send(self) -> None:
@@ -86,10 +92,8 @@ class SplitTable:
             self._reader.send(ledger.table, self._table)
 
     def _of(self, num_rows: int) -> CostLedger:
-        if self._make is None:
+        if not self._ledgers:
             raise EngineError("the offload was not started")
-        if num_rows not in self._ledgers:
-            self._ledgers[num_rows] = self._make()
         return self._ledgers[num_rows]
 
     def _parts(self, is_shared: bool, num_landing: int) -> Parts:
