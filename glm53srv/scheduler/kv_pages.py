@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 
 
 class PagePool:
     """The pages [0, num_pages): each is free or has one owner, a sequence id. Owned by Scheduler.
 
-    The page freed last is taken first: its memory is the likeliest to be in a cache.
+    The lowest free page is taken: engines need memory only up to the highest page in use.
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._owners: list[int | None] = [None] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = list(range(num_pages))  # a heap
 
     @property
     def num_pages(self) -> int:
@@ -31,17 +32,17 @@ class PagePool:
     def take(self, owner: int, count: int) -> tuple[int, ...]:
         """Give `count` free pages to an owner; the caller has checked num_free."""
         assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} are free"
-        page_ids = tuple(self._free.pop() for _ in range(count))
+        page_ids = tuple(heapq.heappop(self._free) for _ in range(count))
         for page_id in page_ids:
             self._owners[page_id] = owner
         return page_ids
 
     def give_back(self, owner: int, page_ids: tuple[int, ...]) -> None:
         """Free pages of an owner. A page that is not the owner's is our own error."""
-        for page_id in reversed(page_ids):
+        for page_id in page_ids:
             assert self._owners[page_id] == owner, f"page {page_id} is not sequence {owner}'s"
             self._owners[page_id] = None
-            self._free.append(page_id)
+            heapq.heappush(self._free, page_id)
 
     def check_integrity(self, pages_by_owner: Mapping[int, tuple[int, ...]]) -> None:
         """Raise AssertionError unless every page is free once or held once, by these owners and no others."""

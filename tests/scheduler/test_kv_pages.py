@@ -24,6 +24,14 @@ def test_taken_pages_are_distinct_and_come_back() -> None:
     assert pool.take(9, 2) == first
 
 
+def test_lowest_free_pages_are_taken() -> None:
+    pool = PagePool(8, page_tokens=4)
+    first, second = pool.take(7, 3), pool.take(8, 3)
+    pool.give_back(7, first)
+    pool.give_back(8, second[:1])
+    assert pool.take(9, 5) == (0, 1, 2, 3, 6)
+
+
 def test_more_than_free_cannot_be_taken() -> None:
     with pytest.raises(AssertionError, match="1 are free"):
         PagePool(1, page_tokens=4).take(7, 2)
