@@ -16,9 +16,9 @@ FULL = ExpertGeometry()
 
 def test_a_24_gb_card_gets_the_published_number_of_slots() -> None:
     """13.8 GiB free and 1.5 reserved is what such a card leaves beside weights and 131k tokens of cache."""
-    plan = plan_vram(FULL, int(13.8 * GIB), "fast")
+    plan = plan_vram(FULL, int(13.8 * GIB), "fast", VramOptions(reserve_gib=1.5))
     assert 1312 <= plan.num_slots <= 1408
-    assert plan.num_slots % 32 == 0
+    assert plan.num_slots % 16 == 0
     assert plan.stage_slots == 288  # a whole layer fits into 2.6 GiB
 
 
@@ -42,8 +42,8 @@ def test_a_card_that_holds_everything_gets_every_expert() -> None:
 
 
 def test_too_little_memory_says_what_to_change() -> None:
-    with pytest.raises(MachineError, match=r"1\.60 GiB of VRAM free.*--cache-tokens.*GLM53_EC_RESERVE_GB"):
-        plan_vram(FULL, int(1.6 * GIB), "fast")
+    with pytest.raises(MachineError, match=r"1\.50 GiB of VRAM free.*--cache-tokens.*GLM53_EC_RESERVE_GB"):
+        plan_vram(FULL, int(1.5 * GIB), "fast")
 
 
 def test_the_explanation_adds_up_to_what_is_free() -> None:
@@ -92,7 +92,7 @@ def test_a_loan_grows_with_the_chunk_in_whole_chunks_of_slots() -> None:
     loans = [loan_slots(plan, FULL.expert_bytes, n, is_staged=True) for n in (512, 2048, 4096, 8192)]
     assert loans == sorted(loans)
     assert loans[0] >= 2 * plan.stage_slots
-    assert all(loan % 32 == 0 and loan <= plan.elastic_slots for loan in loans)
+    assert all(loan % plan.chunk_slots == 0 and loan <= plan.elastic_slots for loan in loans)
 
 
 def test_the_longest_chunk_just_fits() -> None:
@@ -106,5 +106,33 @@ def test_the_longest_chunk_just_fits() -> None:
 
 
 def test_a_limit_below_a_chunk_makes_the_chunk_smaller() -> None:
-    plan = plan_vram(FULL, 14 * GIB, "fast", VramOptions(max_slots=24))
-    assert (plan.num_slots, plan.chunk_slots, plan.elastic_slots) == (24, 24, 0)
+    plan = plan_vram(FULL, 14 * GIB, "fast", VramOptions(max_slots=12))
+    assert (plan.num_slots, plan.chunk_slots, plan.elastic_slots) == (12, 12, 0)
+
+
+@pytest.mark.parametrize("page_mib", [0, 100, 151, 2048, 5000])
+def test_what_pages_will_take_serves_as_slots_until_then(page_mib: int) -> None:
+    page_bytes = page_mib * 2**20
+    plan = plan_vram(FULL, 14 * GIB, "fast", page_bytes=page_bytes)
+    full = plan_vram(FULL, 14 * GIB - page_bytes, "fast")
+    chunk_bytes = plan.chunk_slots * FULL.expert_bytes
+    assert plan.page_slots == page_bytes // chunk_bytes * plan.chunk_slots
+    assert plan.num_slots - plan.page_slots == full.num_slots
+    assert (plan.elastic_slots, plan.stage_slots, plan.activation_slots) == (
+        full.elastic_slots,
+        full.stage_slots,
+        full.activation_slots,
+    )
+    by_name = {line.name: line.num_bytes for line in plan.lines}
+    spent = sum(by_name[name] for name in ("reserve", "landing", "expert cache", "KV cache", "left over"))
+    assert spent == by_name["free"]
+    assert by_name["KV cache"] == page_bytes - plan.page_slots * FULL.expert_bytes < chunk_bytes
+    assert by_name["of the cache: pages"] == plan.page_slots * FULL.expert_bytes
+
+
+def test_no_page_slots_beyond_the_experts_that_there_are() -> None:
+    plan = plan_vram(FULL, 200 * GIB, "exact", page_bytes=2 * GIB)
+    assert (plan.num_slots, plan.page_slots) == (FULL.num_keys // 16 * 16, 0)
+    limited = plan_vram(FULL, 14 * GIB, "fast", VramOptions(max_slots=1300), page_bytes=2 * GIB)
+    assert limited.num_slots == 1296
+    assert limited.page_slots < 16 * 16
