@@ -72,8 +72,8 @@ class HeatReport:
 class OffloadReport:
     """The offload as of the last step. hit_share: distinct experts served by a slot, of all; None before any.
 
-    num_lent: slots that a prefill holds. crew_expert_ms: mean over the CPU workers' jobs. vram_bytes: memory
-    of the GPU that the process held after its last change, 0 without one.
+    num_lent: slots whose memory a prefill or the KV cache has. crew_expert_ms: mean over the CPU workers'
+    jobs. vram_bytes: memory of the GPU that torch held after its last change, 0 without one.
     """
 
     kind: str

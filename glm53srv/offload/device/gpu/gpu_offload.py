@@ -26,7 +26,6 @@ from glm53srv.offload.cost_ledger import CostLedger
 from glm53srv.offload.device.counts import Counts
 from glm53srv.offload.device.courier import Courier, find_driver_calls
 from glm53srv.offload.device.describe import describe_offload
-from glm53srv.offload.device.gpu.chunk_loan import ChunkLoan
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
 from glm53srv.offload.device.gpu.decode_layers import DecodeLayers
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
@@ -35,6 +34,7 @@ from glm53srv.offload.device.gpu.host_log import HostLogs, StepLog, read_stamps
 from glm53srv.offload.device.gpu.host_reader import HostReader
 from glm53srv.offload.device.gpu.landing_order import OwnLaunches
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
+from glm53srv.offload.device.gpu.slot_loans import SlotLoans
 from glm53srv.offload.device.gpu.split_table import SplitTable
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
@@ -93,7 +93,7 @@ class GpuOffload:
         self.counts = Counts()
         self.last_picks: NDArray[np.int32] | None = None  # of the newest step read, until the next is
         self._options = options
-        self._loan = ChunkLoan(
+        self.loans = SlotLoans(
             self.policy,
             self.store,
             plan,
@@ -173,7 +173,7 @@ class GpuOffload:
 
     def begin_chunk(self, num_tokens: int) -> None:
         """Borrow slots for a prefill chunk, and for staging it if it is long enough: see stage_chunk."""
-        is_staging = self._loan.begin(num_tokens)
+        is_staging = self.loans.begin(num_tokens)
         self._is_shared = (
             self.prefill_lane is not None
             and not is_staging
@@ -183,14 +183,14 @@ class GpuOffload:
     def stage_chunk(self) -> None:
         """Begin to stage, once the chunk's embeddings are on their way: behind the copies of two layers'
         experts they arrived 70 ms later on an H200."""
-        self._loan.stage()
+        self.loans.stage()
 
     def end_chunk(self, is_more_waiting: bool) -> None:
-        """End a chunk, finished or not, and give its loan back: see ChunkLoan.end."""
+        """End a chunk, finished or not, and give its loan back: see SlotLoans.end."""
         self._is_shared = False
         if self.prefill_lane is not None:
             self.prefill_lane.drop()
-        self._loan.end(is_more_waiting)
+        self.loans.end(is_more_waiting)
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe()
 
@@ -207,7 +207,7 @@ class GpuOffload:
         self.look_ahead.begin_step(num_rows)
         if self.courier is not None:
             # Not while kernels may still be loaded, nor in the queue behind staged experts or many copies.
-            is_free = self._loan.staged is None and self._num_issued <= FEW_COPIES
+            is_free = self.loans.staged is None and self._num_issued <= FEW_COPIES
             self.look_ahead.allow(is_captured and is_free)
             self.courier.ring()
         if self.lane is None:
@@ -295,8 +295,8 @@ class GpuOffload:
         if self.is_decoding:
             return
         slots = self.layers.slot_rows[layer]
-        if self._loan.staged is not None:
-            slots = self._reader.pin(self._loan.staged.begin_layer(layer))
+        if self.loans.staged is not None:
+            slots = self._reader.pin(self.loans.staged.begin_layer(layer))
         self.layers.point(layer, slots)
 
     def begin_router(self) -> None:
@@ -333,8 +333,8 @@ class GpuOffload:
         """Issue the copies of the layer after next, behind a prefill layer's kernels; end a decode layer."""
         if self.is_decoding:
             self.look_ahead.join(layer)
-        elif self._loan.staged is not None:
-            self._loan.staged.end_layer(layer)
+        elif self.loans.staged is not None:
+            self.loans.staged.end_layer(layer)
 
     # ---- inside ----
 

@@ -111,10 +111,14 @@ class GpuSlots:
                 if self._chunks.has_memory(slot):
                     self._chunks.slot(slot).fill_(POISON)
 
+    def has_memory(self, slots: range) -> bool:
+        """Tell whether none of these slots is lent."""
+        return all(map(self._chunks.has_memory, slots))
+
     def lend(self, slots: range) -> None:
-        """Free the memory of whole chunks among lent slots; both streams must be idle."""
-        self._chunks.free(slots)
-        self._send_addresses()
+        """Free what memory whole chunks among lent slots have; both streams must be idle."""
+        if self._chunks.free(slots):
+            self._send_addresses()
 
     def take_back(self, slots: range) -> None:
         """Allocate again what lend() freed. Raises torch.OutOfMemoryError when the memory is not back."""

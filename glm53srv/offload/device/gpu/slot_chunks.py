@@ -59,14 +59,23 @@ class SlotChunks:
                 addresses[begin : begin + len(chunk)] = chunk.data_ptr() + places * self._record_bytes
         return addresses
 
-    def free(self, slots: range) -> None:
-        """Free the chunks that lie wholly among these slots."""
-        for chunk in self._whole_chunks(slots):
+    def free(self, slots: range) -> bool:
+        """Free the chunks that lie wholly among these slots; tells whether one of them had memory."""
+        chunks = self._whole_chunks(slots)
+        had_memory = any(self._chunks[chunk] is not None for chunk in chunks)
+        for chunk in chunks:
             self._chunks[chunk] = None
+        return had_memory
 
     def allocate(self, slots: range) -> None:
-        """Allocate again what free() freed of them. Raises torch.OutOfMemoryError."""
-        self._allocate(chunk for chunk in self._whole_chunks(slots) if self._chunks[chunk] is None)
+        """Allocate again what free() freed of them. Raises torch.OutOfMemoryError, having allocated none."""
+        missing = [chunk for chunk in self._whole_chunks(slots) if self._chunks[chunk] is None]
+        try:
+            self._allocate(missing)
+        except torch.OutOfMemoryError:
+            for chunk in missing:
+                self._chunks[chunk] = None
+            raise
 
     def free_all(self) -> None:
         """Free everything."""
