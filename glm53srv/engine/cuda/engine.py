@@ -34,6 +34,7 @@ from glm53srv.engine.cuda.graphs import MOST_BY_ROW
 from glm53srv.engine.cuda.loading import (
     CudaOptions,
     LoadedModel,
+    OpenedOffload,
     hire,
     limit_vram,
     load_model,
@@ -41,6 +42,7 @@ from glm53srv.engine.cuda.loading import (
 )
 from glm53srv.engine.cuda.model import PAGE_TOKENS, Chunk
 from glm53srv.engine.cuda.package import open_package
+from glm53srv.engine.cuda.sequence_pages import SequencePages
 from glm53srv.engine.cuda.warm_up import FIRST_STEP_MS, capture_every_width, run_every_shape
 from glm53srv.engine.cuda.watchdog import DeviceWatchdog
 from glm53srv.engine.grammar import GrammarCompiler
@@ -74,24 +76,26 @@ class CudaEngine:
     """Engine over a loaded model and its offload. Every call comes from the engine thread. Use load()."""
 
     def __init__(
-        self, loaded: LoadedModel, sampler: SamplerBank, options: CudaOptions, offload: GpuOffload, chunk: int
+        self, loaded: LoadedModel, sampler: SamplerBank, options: CudaOptions, opened: OpenedOffload
     ) -> None:
         config = loaded.config
         self._loaded = loaded
         self._options = options
         self._model = loaded.model
         self._sampler = sampler
-        self._offload = offload
+        self._offload = opened.offload
+        self._room = opened.room
         self._limits = EngineLimits(
             max_streams=options.max_streams,
             max_context_tokens=min(config.max_context_tokens, options.num_pages * PAGE_TOKENS),
-            max_chunk_tokens=chunk,
+            max_chunk_tokens=opened.chunk_tokens,
             page_tokens=PAGE_TOKENS,
             num_pages=options.num_pages,
             num_layers=loaded.model.num_layers,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
+        self._pages = SequencePages(self._limits, opened.room)
         self._book: SlotBook[Any, Chunk] = SlotBook(self._limits)
         self._is_usable = True
         self._is_closed = False
@@ -152,7 +156,7 @@ class CudaEngine:
                 f"the card is full before the expert cache has a slot: lower -cs or --max-batch-size "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        return cls(loaded, sampler, options, opened.offload, opened.chunk_tokens)
+        return cls(loaded, sampler, options, opened)
 
     @property
     def limits(self) -> EngineLimits:
@@ -173,6 +177,11 @@ class CudaEngine:
         return self._offload
 
     @property
+    def pages(self) -> SequencePages:
+        """The pages of running sequences, for checks by the engine thread."""
+        return self._pages
+
+    @property
     def captured_widths(self) -> tuple[int, ...]:
         """Numbers of streams whose decode steps run as CUDA graphs."""
         return tuple(self._model.captured_widths)
@@ -181,8 +190,9 @@ class CudaEngine:
         """Run a whole chunk, staged, and decode steps of each width, capture these, then check some slots."""
         require(not self._book.slots, "warm_up while sequences run")
         with torch.inference_mode():
-            run_every_shape(self._model, self._offload, self._limits)
+            run_every_shape(self._model, self._offload, self._limits, self._pages.fill)
             self.capture()
+            self._pages.shrink()
         self.check_slots(NUM_CHECKED_SLOTS)
 
     def capture(self) -> None:
@@ -231,6 +241,8 @@ class CudaEngine:
             for layer in self._loaded.layers:
                 layer.offload = None
             self._model.unload()
+            if self._room is not None:
+                self._room.close()
         except RuntimeError as error:  # a device that failed stays failed; the process ends next
             logger.error("the GPU could not be freed: %s", str(error).splitlines()[0])
             self._loaded.arena.abandon()
@@ -258,6 +270,8 @@ class CudaEngine:
         for slot_id in plan.release:
             self._release(slot_id)
         self._book.check_plan(plan)
+        if plan.prefill is None:
+            self._pages.shrink()
         begin_s = time.perf_counter()
         done = _Prefilled()
         if plan.prefill is not None:
@@ -286,6 +300,7 @@ class CudaEngine:
         slot = self._book.slots.pop(slot_id, None)
         self._failed.pop(slot_id, None)
         self._sampler.release(slot_id)
+        self._pages.release(slot_id)
         if slot is not None:
             slot.state.free()
             if not slot.is_prefilled and not self._book.has_chunk:
@@ -324,9 +339,10 @@ class CudaEngine:
         begin, end = piece.start_position, piece.start_position + len(piece.token_ids)
         judged = self._sampler.prompt_positions(piece.slot, begin, end)
         if piece.layer_begin == 0:
+            pages = self._pages.of_chunk(piece.slot, piece.page_ids, end)
             self._offload.begin_chunk(len(piece.token_ids))
             slot.in_flight = self._model.begin_chunk(
-                piece.token_ids, slot.state, piece.page_ids, begin, is_last=piece.is_last_chunk
+                piece.token_ids, slot.state, pages, begin, is_last=piece.is_last_chunk
             )
             self._offload.stage_chunk()
         chunk = slot.in_flight
@@ -369,12 +385,13 @@ class CudaEngine:
 
     def _decode(self, rows: Sequence[DecodeRow]) -> NDArray[np.float32]:
         slots = self._book.check_decode(rows)
+        pages = self._pages.of_rows(rows)
         is_captured = self._model.is_captured(len(rows))
         first_job = self._offload.begin_decode(len(rows), is_captured=is_captured)
         logits = self._model.decode(
             [row.token_id for row in rows],
             [slot.state for slot in slots],
-            [row.page_ids for row in rows],
+            pages,
             [row.position for row in rows],
             first_job,
         )

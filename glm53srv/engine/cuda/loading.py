@@ -1,7 +1,7 @@
 """From a checkpoint to a model whose experts stay in host memory, and to the cache that VRAM has room for.
 
     arena filled and registered -> model loaded around it -> small shapes run, reading at home ->
-    free VRAM measured -> slots planned and allocated
+    free VRAM measured -> slots planned and allocated, also where the KV cache will be once it fills
 
 What a step needs beside the weights (scratch, Triton's kernels, cuBLAS's workspace) exists by the time that
 memory is measured, since a plan made before it would be too large by an amount that nobody knows.
@@ -9,6 +9,7 @@ memory is measured, since a plan made before it would be too large by an amount 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from glm53srv.engine.cuda.cache_pages import find_blocks, hold_pages, limit_torch
 from glm53srv.engine.cuda.gates_beside import GatesBeside, make_two_streams
 from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
 from glm53srv.engine.cuda.moe import adopt_sparse_layers, router_of, tables_of
@@ -36,12 +38,14 @@ from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
 from glm53srv.offload.device.gpu.launch import power_of_two
+from glm53srv.offload.device.gpu.page_memory import PageMemory
+from glm53srv.offload.device.gpu.page_room import PageRoom
 from glm53srv.offload.device.gpu.prefill_lane import PrefillLane, make_lane
 from glm53srv.offload.device.gpu.registered import RegisteredMemory, device_alias
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.options import OffloadOptions
 from glm53srv.offload.elastic import LoanParams, fit_loan, max_chunk_tokens
-from glm53srv.offload.vram_plan import GIB, explain, plan_vram
+from glm53srv.offload.vram_plan import CHUNK_SLOTS, GIB, explain, plan_vram
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +56,6 @@ POLL_US = 100_000
 """How long idle CPU workers poll before they park. The host rings when it begins to enqueue a step, and the
 device posts that step's first job when it gets there: behind the dense layers, or behind a step that still
 runs. A worker that has parked meanwhile looks again only after 100 ms."""
-CHUNK_SLOTS = 32
-"""Slots of one allocation, which are lent together: 302 MB of GLM-5.3-Flash's experts."""
 
 Wrap = Callable[[Any, Any], Any]
 
@@ -66,7 +68,8 @@ class CudaOptions:
     if the card cannot hold its activations. vram_bytes: what of the card may be used, None for all that is
     free. offload: mode, cache and CPU workers; 0 crew_threads leaves the workers out; its chunk_slots None
     stands for CHUNK_SLOTS. poisons: for tests, see GpuSlots. tuning_dir: see package.open_package. graphs:
-    whether decode steps are captured, see graphs.py.
+    whether decode steps are captured, see graphs.py. whole_cache: the paged cache has all its memory from
+    the start, for comparison.
     """
 
     offload: OffloadOptions = field(default_factory=OffloadOptions)
@@ -78,6 +81,7 @@ class CudaOptions:
     device: int = 0
     tuning_dir: Path | None = None
     graphs: bool = True
+    whole_cache: bool = False
 
     @property
     def mode(self) -> Mode:
@@ -92,7 +96,8 @@ class CudaOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on the device with its experts at home. layers: its sparse layers, ours."""
+    """A model on the device with its experts at home. layers: its sparse layers, ours. pages: memory of the
+    paged cache, None where the package holds all of it."""
 
     package: Package
     config: ModelConfig
@@ -101,14 +106,17 @@ class LoadedModel:
     arena: ExpertArena
     alias: torch.Tensor
     device: torch.device
+    pages: PageMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedOffload:
-    """The cache and what it means for a chunk. chunk_tokens: the longest whose activations fit."""
+    """The cache and what it means for a chunk. chunk_tokens: the longest whose activations fit. room: moves
+    memory between experts and pages, None where the paged cache has all of its own."""
 
     offload: GpuOffload
     chunk_tokens: int
+    room: PageRoom | None = None
 
 
 def limit_vram(options: CudaOptions) -> torch.device:
@@ -121,7 +129,7 @@ def limit_vram(options: CudaOptions) -> torch.device:
             raise MachineError(
                 f"GLM53_VRAM_GB asks for {options.vram_bytes / GIB:.1f} GiB, the card has {total / GIB:.1f}"
             )
-        torch.cuda.set_per_process_memory_fraction(options.vram_bytes / total, device)
+        limit_torch(options.vram_bytes, device, 0)
     return device
 
 
@@ -162,9 +170,10 @@ def load_model(
     stock_config.stc = ArenaTensors(
         files, arena, alias, sparse_layers(config), counter, compiles_kda=options.mode == "fast"
     )
+    source = None if options.whole_cache else find_blocks(device)
     cache = root.Cache(
         model,
-        max_num_tokens=options.num_pages * PAGE_TOKENS,
+        max_num_tokens=(options.num_pages if source is None else 1) * PAGE_TOKENS,
         layer_type=root.CacheLayer_fp16,
         max_batch_size=options.max_streams + 1,  # one spare, for warm-up beside running sequences
     )
@@ -178,7 +187,12 @@ def load_model(
         ) from error
     gates = GatesBeside(package.extension, make_two_streams(device))
     text_model = CudaModel(model, cache, config.vocab_size, gates)
-    return LoadedModel(package, config, text_model, layers, arena, alias, device)
+    pages = None
+    if source is not None:
+        first = -(-(options.max_chunk_tokens + 8) // PAGE_TOKENS)
+        pages = hold_pages(cache, source, options.num_pages, first)
+        limit_torch(options.vram_bytes, device, pages.num_bytes)
+    return LoadedModel(package, config, text_model, layers, arena, alias, device, pages)
 
 
 def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "") -> OpenedOffload:
@@ -207,8 +221,10 @@ def _open_with(
     fingerprint: str,
 ) -> OpenedOffload:
     geometry, wanted, (lane, prefill_lane, courier) = loaded.arena.geometry, options.offload, lanes
-    free = free_vram(loaded.device, options.vram_bytes)
-    plan = plan_vram(geometry, free, options.mode, wanted.vram, wanted.chunk_slots or CHUNK_SLOTS)
+    free, pages = free_vram(loaded.device, options.vram_bytes), loaded.pages
+    unmapped = 0 if pages is None else pages.bytes_for(pages.all_pages) - pages.num_bytes
+    chunk_slots = wanted.chunk_slots or CHUNK_SLOTS
+    plan = plan_vram(geometry, free, options.mode, wanted.vram, chunk_slots, unmapped)
     tables = [tables_of(layer) for layer in loaded.layers]
     routers = [router_of(layer) for layer in loaded.layers]
     across = [layer.is_across for layer in loaded.layers]
@@ -224,6 +240,10 @@ def _open_with(
         fingerprint=fingerprint,
         poisons=options.poisons,
     )
+    room = None
+    if pages is not None:
+        limit = functools.partial(limit_torch, options.vram_bytes, loaded.device)
+        room = PageRoom(pages, offload.loans, plan, geometry.expert_bytes, limit)
     with torch.inference_mode():
         offload.start(_calibrate(loaded, offload, lane, wanted))
     for layer in loaded.layers:
@@ -232,16 +252,18 @@ def _open_with(
     if chunk > PAGE_TOKENS:
         chunk = chunk // PAGE_TOKENS * PAGE_TOKENS
     logger.info(
-        "cuda free_gib=%.2f slots=%d activation_bytes_per_token=%d free_activation_bytes=%d chunk_tokens=%d",
+        "cuda free_gib=%.2f slots=%d page_slots=%d activation_bytes_per_token=%d free_activation_bytes=%d "
+        "chunk_tokens=%d",
         free / GIB,
         plan.num_slots,
+        plan.page_slots,
         loan.activation_bytes_per_token,
         loan.free_activation_bytes,
         chunk,
     )
     for line in explain(plan):
         logger.info("vram %s", line)
-    return OpenedOffload(offload, max(1, chunk))
+    return OpenedOffload(offload, max(1, chunk), room)
 
 
 def _calibrate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from glm53srv.engine.base import EngineLimits
 from glm53srv.engine.cuda.model import PAGE_TOKENS, CudaModel
@@ -17,13 +18,19 @@ STEPS_PER_WIDTH = 3
 """exllamav3 runs a shape plainly at first, captures it the second time and replays it from then on."""
 
 
-def run_every_shape(model: CudaModel, offload: GpuOffload, limits: EngineLimits) -> None:
-    """Run a whole chunk, staged, and decode steps of each width behind it; no sequence may be running."""
+def run_every_shape(
+    model: CudaModel, offload: GpuOffload, limits: EngineLimits, fill: Callable[[int], None]
+) -> None:
+    """Run a whole chunk, staged, and decode steps of each width behind it; no sequence may be running.
+
+    fill: gives so many pages of the cache memory.
+    """
     room = limits.num_pages // limits.max_streams * PAGE_TOKENS
     tokens = max(1, min(limits.max_chunk_tokens, limits.max_context_tokens - 8, room - 8))
+    fill(limits.max_streams * _pages_behind(tokens))
     run_chunk(model, offload, limits, tokens)
     for width in range(1, limits.max_streams + 1):
-        run_width(model, offload, limits, width, tokens)
+        run_width(model, offload, width, tokens)
 
 
 def capture_every_width(
@@ -43,9 +50,14 @@ def capture_every_width(
         logger.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])
         return False
     for width in range(1, limits.max_streams + 1):
-        run_width(model, offload, limits, width, PAGE_TOKENS)
+        run_width(model, offload, width, PAGE_TOKENS)
     logger.info("decode graphs widths=%d took_s=%.1f", limits.max_streams, time.perf_counter() - begin_s)
     return True
+
+
+def _pages_behind(position: int) -> int:
+    """Give the pages of a row that decodes some steps from a position on."""
+    return -(-(position + STEPS_PER_WIDTH) // PAGE_TOKENS)
 
 
 def run_chunk(model: CudaModel, offload: GpuOffload, limits: EngineLimits, num_tokens: int) -> None:
@@ -64,10 +76,10 @@ def run_chunk(model: CudaModel, offload: GpuOffload, limits: EngineLimits, num_t
         state.free()
 
 
-def run_width(model: CudaModel, offload: GpuOffload, limits: EngineLimits, width: int, position: int) -> None:
+def run_width(model: CudaModel, offload: GpuOffload, width: int, position: int) -> None:
     """Decode behind a long context whose recurrent part is empty: the same kernels, the same time."""
     states = [model.new_state() for _ in range(width)]
-    share = limits.num_pages // limits.max_streams
+    share = _pages_behind(position)
     pages = [list(range(row * share, (row + 1) * share)) for row in range(width)]
     try:
         for state in states:

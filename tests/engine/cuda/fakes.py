@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from glm53srv.engine.cuda.engine import CudaEngine
-from glm53srv.engine.cuda.loading import CudaOptions
+from glm53srv.engine.cuda.loading import CudaOptions, OpenedOffload
 from glm53srv.engine.sampler import SamplerBank
 
 NUM_LAYERS, VOCAB, EOS = 6, 97, (1,)
@@ -69,6 +69,7 @@ class FakeModel:
     refuses_width: int | None = None
     captured: list[tuple[int, int]] = field(default_factory=list)
     first_jobs: list[int] = field(default_factory=list)
+    page_ids: list[list[tuple[int, ...]]] = field(default_factory=list)
 
     def new_state(self) -> FakeState:
         self.num_states += 1
@@ -115,6 +116,7 @@ class FakeModel:
         first_job: int,
     ) -> torch.Tensor:
         self.first_jobs.append(first_job)
+        self.page_ids.append([tuple(pages) for pages in page_ids])
         for token, state, position in zip(token_ids, states, positions, strict=True):
             assert position == len(state.tokens)
             state.tokens.append(token)
@@ -180,12 +182,35 @@ class FakeOffload:
         self.calls.append("close")
 
 
-def make_engine(model: FakeModel, offload: FakeOffload, max_chunk_tokens: int = 16) -> CudaEngine:
-    """Build the engine around the two."""
+@dataclass
+class FakeRoom:
+    """Stands for PageRoom; notes what is asked among the offload's calls. fails: it has no memory left."""
+
+    offload: FakeOffload
+    fails: bool = False
+
+    def fill(self, num_pages: int) -> None:
+        self.offload.calls.append(f"fill {num_pages}")
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory for pages\nand more")
+
+    def empty(self, num_pages: int) -> bool:
+        self.offload.calls.append(f"empty {num_pages}")
+        return True
+
+    def close(self) -> None:
+        self.offload.calls.append("close pages")
+
+
+def make_engine(
+    model: FakeModel, offload: FakeOffload, max_chunk_tokens: int = 16, room: FakeRoom | None = None
+) -> CudaEngine:
+    """Build the engine around them."""
     config = SimpleNamespace(max_context_tokens=4096, vocab_size=VOCAB, eos_token_ids=EOS, is_random=True)
     arena = SimpleNamespace(close=lambda: None, abandon=lambda: None)
     loaded: Any = SimpleNamespace(config=config, model=model, layers=[], arena=arena, device="cpu")
     sampler = SamplerBank(VOCAB, EOS)
     options = CudaOptions(cache_tokens=2048, graphs=False)
     taken: Any = offload
-    return CudaEngine(loaded, sampler, options, taken, max_chunk_tokens)
+    page_room: Any = room
+    return CudaEngine(loaded, sampler, options, OpenedOffload(taken, max_chunk_tokens, page_room))

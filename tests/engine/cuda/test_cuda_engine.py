@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch, as make test-triton installs it")
 
 from glm53srv.engine.base import StepPlan
+from glm53srv.engine.cuda.model import CudaModel
 from glm53srv.engine.cuda.warm_up import STEPS_PER_WIDTH, capture_every_width, run_every_shape
 from glm53srv.errors import EngineError
+from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.request import PromptLogprobs
-from tests.engine.cuda.fakes import NUM_LAYERS, VOCAB, FakeModel, FakeOffload, logits_after, make_engine
+from tests.engine.cuda.fakes import (
+    NUM_LAYERS,
+    VOCAB,
+    FakeModel,
+    FakeOffload,
+    FakeRoom,
+    logits_after,
+    make_engine,
+)
 from tests.engine.plans import Driver, Stream
 
 
@@ -170,13 +181,70 @@ def test_pages_that_change_between_two_steps_are_checked_anew(bench: Bench, page
 
 
 def test_warm_up_runs_a_chunk_and_every_width_and_leaves_nothing(bench: Bench) -> None:
-    run_every_shape(bench.model, bench.offload, bench.engine.limits)  # type: ignore[arg-type]  # stand-ins
+    filled: list[int] = []
+    model, offload = cast(CudaModel, bench.model), cast(GpuOffload, bench.offload)
+    run_every_shape(model, offload, bench.engine.limits, filled.append)
     calls = bench.offload.calls
+    assert filled == [4]  # a page of each of four rows
     assert calls[:3] == ["chunk 16", "stage", "end last"]
     assert [call for call in calls if call.startswith("decode")] == [
         f"decode {width}" for width in (1, 2, 3, 4) for _ in range(3)
     ]
     assert bench.model.num_states == 0
+
+
+def with_room() -> tuple[Bench, FakeRoom]:
+    bench = Bench()
+    room = FakeRoom(bench.offload)
+    bench.engine = make_engine(bench.model, bench.offload, room=room)
+    bench.driver = Driver(bench.engine)
+    return bench, room
+
+
+def test_pages_have_memory_before_a_chunk_borrows_and_a_step_begins() -> None:
+    bench, _ = with_room()
+    stream = bench.stream(1, 255)  # of pages 2 and 3, the first alone
+    bench.driver.prefill(stream, 16)
+    calls = bench.offload.calls
+    assert calls[:3] == ["fill 7", "chunk 16", "stage"]
+    calls.clear()
+    bench.driver.decode([stream], 2)
+    assert [call for call in calls if call.split()[0] in ("fill", "decode")] == [
+        *("fill 3", "decode 1"),
+        *("fill 4", "decode 1"),
+    ]
+    assert bench.model.page_ids == [[(2,)], [(2, 3)]]
+    calls.clear()
+    bench.engine.step(StepPlan(90, release=(1,)))
+    assert calls == ["empty 0"]
+    bench.engine.close()
+    assert calls[1:] == ["close", "close pages"]
+
+
+def test_pages_are_not_emptied_in_a_step_that_fills_others() -> None:
+    bench, _ = with_room()
+    first, second = bench.stream(0, 4), bench.stream(1, 4)
+    bench.driver.prefill(first)
+    bench.offload.calls.clear()
+    result = bench.driver.step(second.slices(bench.engine, 16)[0], release=[0])
+    second.take(result.tokens[-1])
+    assert not any(call.startswith("empty") for call in bench.offload.calls)
+    bench.driver.decode([second], 1)
+    assert "empty 3" in bench.offload.calls
+    bench.engine.close()
+
+
+def test_a_prompt_whose_pages_get_no_memory_ends_alone_with_an_error() -> None:
+    bench, room = with_room()
+    first, second = bench.stream(0, 4), bench.stream(1, 4)
+    bench.driver.prefill(first)
+    room.fails = True
+    bench.driver.prefill(second)
+    assert "did not fit into GPU memory" in str(second.tokens[-1].error)
+    room.fails = False
+    bench.driver.decode([first], 1)
+    assert first.output == greedy(first.prompt, 2)
+    bench.engine.close()
 
 
 def test_close_frees_in_order_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
