@@ -220,6 +220,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         crew_cpus=cpus,
         cpu_prefill_tokens=options.ct_prefill,
         splits_experts=options.ct_split == "parts",
+        chunk_slots=options.chunk_slots,
     )
     return CudaOptions(
         offload,
@@ -228,6 +229,7 @@ def _cuda_options(options: BenchOptions, cpus: tuple[int, ...], threads: int) ->
         max_chunk_tokens=options.chunk_tokens,
         tuning_dir=options.tuning_dir,
         graphs=options.graphs,
+        whole_cache=options.whole_cache,
     )
 
 

@@ -103,7 +103,9 @@ class Driver:
         return tuple(drawn)
 
     def _pages_of(self, slot: int) -> tuple[int, ...]:
-        return tuple(range(slot * self._share, (slot + 1) * self._share))
+        # As a scheduler's, which takes the lowest: few pages in use are low ones.
+        streams = self.engine.limits.max_streams
+        return tuple(range(slot, self._share * streams, streams))
 
 
 class TimedModel:

@@ -54,6 +54,8 @@ class BenchOptions:
     ct_prefill: int
     routes: str
     ct_split: str
+    whole_cache: bool
+    chunk_slots: int | None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,8 +78,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=positive, help="take the first N layers, from 4")
     parser.add_argument("--vram", type=_amount, default=24.0, help="GiB of the card to use; 0: all")
     parser.add_argument("--cache-tokens", type=positive, default=131072)
+    parser.add_argument(
+        "--whole-cache", action="store_true", help="give the KV cache all its memory from the start"
+    )
     parser.add_argument("--chunk", type=positive, default=8192, help="tokens of a prefill chunk at most")
     parser.add_argument("--reserve", type=_amount, help="GiB that stay free, as --ec-reserve-gb of serve")
+    parser.add_argument("--chunk-slots", type=positive, help="slots of one allocation; 32 by default")
     parser.add_argument("--max-slots", type=positive, help="experts in the cache at most")
     parser.add_argument(
         "--landing", type=count, default=16, help="buffers for experts of the link; 0: read in place"
@@ -155,6 +161,8 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         ct_prefill=given.ct_prefill,
         routes=given.routes,
         ct_split=given.ct_split,
+        whole_cache=given.whole_cache,
+        chunk_slots=given.chunk_slots,
     )
 
 
