@@ -60,7 +60,10 @@ class PlanFlags:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan to be shown. engine: cpu or cuda. vram is empty without a GPU. verdict: one line."""
+    """A plan to be shown. engine: cpu or cuda. vram is empty without a GPU. verdict: one line.
+
+    slots: experts in VRAM while little of the cache is filled; page_slots: of those, what a full one takes.
+    """
 
     engine: str
     model: str
@@ -75,6 +78,7 @@ class PlanReport:
     notes: tuple[str, ...]
     largest_cache_tokens: int | None
     verdict: str
+    page_slots: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -110,6 +114,7 @@ class PlanReport:
             "vram": [_line_json(line) for line in self.vram],
             "ram": [_line_json(line) for line in self.ram],
             "slots": self.slots,
+            "page_slots": self.page_slots,
             "problems": list(self.problems),
             "notes": list(self.notes),
             "largest_cache_tokens": self.largest_cache_tokens,
@@ -230,6 +235,7 @@ def _plan_gpu(config: Config, room: Room, subject: _Subject) -> PlanReport:
         verdict=_verdict(
             plan.problems, largest, is_cache_at_fault=plan.slots is None, ram_short=plan.ram_short_bytes
         ),
+        page_slots=None if plan.slots is None else plan.slots.page_slots,
     )
 
 

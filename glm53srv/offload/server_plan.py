@@ -20,7 +20,7 @@ from glm53srv.model.state import PAGE_TOKENS
 from glm53srv.model.weight_sizes import WeightSizes
 from glm53srv.offload.cost import Mode
 from glm53srv.offload.geometry import ExpertGeometry
-from glm53srv.offload.vram_plan import GIB, VramOptions, VramPlan, plan_vram
+from glm53srv.offload.vram_plan import CHUNK_SLOTS, GIB, VramOptions, VramPlan, plan_vram
 
 MIB = 2**20
 _F16 = 2
@@ -31,10 +31,10 @@ DRIVER_BYTES = 310 * MIB
 """What the driver keeps of a 24 GB card: 24,576 MiB less 22,730 in use less the 1.5 GiB kept free
 (0xSero/glm53-flash-offload, results/G067, RTX 3090)."""
 
-SCRATCH_BYTES = int(1.55 * GIB)
-"""CUDA context, kernels, their scratch, graphs and what the allocator cannot use: the 22,730 MiB in use of
-the same run, less its 1,376 slots and the lines above for 131,072 tokens and four streams. This server on an
-H200 held to 24 GiB left 13.81 GiB free, which makes 1.56 (bench/results/2026-11-29-h200.md)."""
+SCRATCH_BYTES = int(1.87 * GIB)
+"""CUDA context, kernels, their scratch, graphs and what the allocator cannot use: fast mode left 13.50 GiB of
+an H200 held to 24 GiB beside the lines above for 131,072 tokens and four streams (30 November 2026; 13.81 of
+the day before without graphs and look-ahead make 1.56, and so do the 22,730 MiB in use of G067)."""
 
 PROCESS_BYTES = int(3.2 * GIB)
 """Python, torch, CUDA's host side and the objects of 36,288 linears: the 119.3 GB that a server with one copy
@@ -79,6 +79,11 @@ class Demand:
     def num_pages(self) -> int:
         """Pages of the cache."""
         return -(-self.cache_tokens // PAGE_TOKENS)
+
+    @property
+    def first_pages(self) -> int:
+        """Pages with memory from the start, for the longest chunk; the others get theirs as they fill."""
+        return min(self.num_pages, -(-(self.chunk_tokens + 8) // PAGE_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,12 @@ def indexer_bytes_per_page(model: ModelConfig) -> int:
     return _F16 * len(model.mla_layers) * values
 
 
+def late_page_bytes(model: ModelConfig, demand: Demand) -> int:
+    """Give what pages of the cache take that have no memory before they hold tokens: those beyond a chunk."""
+    per_page = PAGE_TOKENS * latent_bytes_per_token(model) + indexer_bytes_per_page(model)
+    return (demand.num_pages - demand.first_pages) * per_page
+
+
 def state_bytes_per_stream(model: ModelConfig) -> int:
     """Give the recurrent state of one sequence over all linear-attention layers."""
     kda = model.kda
@@ -157,6 +168,7 @@ def prefill_bytes(model: ModelConfig, chunk_tokens: int) -> int:
 def plan_server(model: ModelConfig, weights: WeightSizes, demand: Demand, room: Room) -> ServerPlan:
     """Compute the plan. Raises nothing: what does not fit is in `problems`."""
     vram = _fixed_vram(model, weights, demand, room)
+    pages = late_page_bytes(model, demand)
     free = room.vram_bytes - sum(line.num_bytes for line in vram)
     geometry = geometry_of(model, weights)
     total = PlanLine("GPU memory", room.vram_bytes, *_whence(room.is_vram_free, "free on this GPU"))
@@ -165,9 +177,10 @@ def plan_server(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
     notes: list[str] = []
     slots: VramPlan | None = None
     try:
-        slots = plan_vram(geometry, free, demand.mode, demand.vram)
+        slots = plan_vram(geometry, free, demand.mode, demand.vram, page_bytes=pages)
     except MachineError:
-        need = demand.vram.reserve_bytes(demand.mode) + (32 + demand.vram.num_buffers) * geometry.expert_bytes
+        smallest = (CHUNK_SLOTS + demand.vram.num_buffers) * geometry.expert_bytes
+        need = demand.vram.reserve_bytes(demand.mode) + smallest + pages
         problems.append(f"VRAM: {(need - free) / GIB:.2f} GiB short of the reserve and the smallest cache")
         lines: tuple[PlanLine, ...] = (total, *vram, left)
     else:
@@ -199,7 +212,8 @@ def largest_cache_tokens(fits: Callable[[int], bool], most_pages: int) -> int | 
 
 
 def _fixed_vram(model: ModelConfig, weights: WeightSizes, demand: Demand, room: Room) -> list[PlanLine]:
-    tokens, latent = demand.num_pages * PAGE_TOKENS, latent_bytes_per_token(model)
+    tokens, latent = demand.first_pages * PAGE_TOKENS, latent_bytes_per_token(model)
+    whole = demand.num_pages * PAGE_TOKENS
     indexer, state = indexer_bytes_per_page(model), state_bytes_per_stream(model)
     computed = Basis.COMPUTED
     lines = [
@@ -209,14 +223,15 @@ def _fixed_vram(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
             "cache: latents",
             tokens * latent,
             computed,
-            f"{tokens} tokens (-cs) x {latent} B: {len(model.mla_layers)} layers x {model.mla.kv_lora_rank} "
-            "float16",
+            f"{tokens} of {whole} tokens (-cs) from the start x {latent} B: {len(model.mla_layers)} layers x "
+            f"{model.mla.kv_lora_rank} float16",
         ),
         PlanLine(
             "cache: indexer",
-            demand.num_pages * indexer,
+            demand.first_pages * indexer,
             computed,
-            f"{demand.num_pages} pages x {indexer} B: keys, scores and pooled keys of 256 tokens",
+            f"{demand.first_pages} of {demand.num_pages} pages x {indexer} B: keys, scores and pooled keys "
+            "of 256 tokens",
         ),
         PlanLine(
             "recurrent states",
@@ -228,7 +243,7 @@ def _fixed_vram(model: ModelConfig, weights: WeightSizes, demand: Demand, room: 
             "context and scratch",
             SCRATCH_BYTES,
             Basis.PUBLISHED,
-            "what a published run on an RTX 3090 used beside the lines above; not measured here",
+            "what fast mode held of an H200 beside the lines above; not measured on this machine",
         ),
     ]
     if not room.is_vram_free:
@@ -252,7 +267,8 @@ def _slot_lines(slots: VramPlan, demand: Demand) -> list[PlanLine]:
 def _slot_notes(slots: VramPlan, geometry: ExpertGeometry, needed: int) -> list[str]:
     notes = [
         f"the cache holds {slots.num_slots} of {geometry.num_keys} experts "
-        f"({slots.num_slots / geometry.num_keys:.1%})"
+        f"({slots.num_slots / geometry.num_keys:.1%}), {slots.num_slots - slots.page_slots} of them once all "
+        "tokens of -cs are there"
     ]
     if slots.stage_slots < geometry.num_experts:
         notes.append(

@@ -48,7 +48,7 @@ def test_a_good_machine_serves_it_and_a_smaller_one_does_not(full_size_dir: Path
     good = dataclasses.replace(with_gpu(RTX_3090), rate=3e9)
     findings = {finding.name: finding for finding in examine(config, good, use_cuda)}
     assert [name for name, finding in findings.items() if finding.severity is not Severity.OK] == []
-    assert findings["gpu memory"].text.startswith("1344 experts in VRAM; fits")
+    assert findings["gpu memory"].text.startswith("1568 experts in VRAM; fits")
     assert "40.6 s for the weights" in findings["disk"].text
     with pytest.raises(MachineError, match=r"RAM: 111.1 GiB needed, 96.0 there: .*; add 16 GiB of RAM"):
         require_servable(config, with_gpu(RTX_3090, limit_bytes=96 * GIB), use_cuda)

@@ -67,12 +67,21 @@ def test_caches_and_states_are_of_the_published_size() -> None:
 
 
 def test_a_24_gb_card_gets_as_many_slots_as_the_published_engine() -> None:
-    """1,376 in the run the scratch was derived from, 1,312 and 1,376 in others of the same card."""
+    """1,312 and 1,376 in its runs, beside a whole cache of tokens; ours has others until that fills."""
     fast = plan()
     assert fast.fits
     assert fast.slots is not None
-    assert 1312 <= fast.slots.num_slots <= 1376
+    assert 1312 <= fast.slots.num_slots - fast.slots.page_slots <= 1376
+    assert fast.slots.page_slots >= 192
     assert fast.slots.stage_slots == 288
+
+
+def test_a_larger_cache_costs_slots_only_once_it_fills() -> None:
+    small, large = (plan(cache_tokens=tokens).slots for tokens in (65_536, 131_072))
+    assert small is not None
+    assert large is not None
+    assert abs(large.num_slots - small.num_slots) <= large.chunk_slots
+    assert large.num_slots - large.page_slots < small.num_slots - small.page_slots
 
 
 def test_every_byte_of_vram_is_accounted_for() -> None:
@@ -114,7 +123,8 @@ def test_too_little_vram_is_a_problem_that_names_what_is_short() -> None:
     left_over = next(line for line in made.vram if line.name == "left for experts")
     fixed = sum(line.num_bytes for line in made.vram[1:] if line is not left_over)
     buffers = 16 + 2 * num_buffers_ahead(NUM_AHEAD)  # of experts of the link, and of guessed ones
-    short = fixed + 1.5 * GIB + (32 + buffers) * WEIGHTS.expert - 10 * GIB
+    pages = (512 - 33) * 256 * (11_264 + 11 * 576)  # of a cache that is full
+    short = fixed + pages + 1.25 * GIB + (16 + buffers) * WEIGHTS.expert - 10 * GIB
     assert float(problem.split()[1]) == pytest.approx(short / GIB, abs=0.006)
     assert made.slots is None
 
