@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.measure import Rounds
-from bench.peers.split_plan import SplitPlan, plan_split
+from bench.peers.split_plan import SplitPlan, our_experts, plan_split
 from glm53srv.machine import GIB, MachineFacts
 from glm53srv.model.published import PUBLISHED
 from glm53srv.offload.device.cpus import AUTO, choose_cpus
@@ -20,7 +20,8 @@ CHUNK_TOKENS = 8192
 class PeerOptions:
     """Limits of one peer. model_dir: None for weights that are in no file. vram_bytes: its share of the card.
 
-    gpu_experts: of each sparse layer, on the card while decoding. threads: CPU workers. routes: who picks the
+    gpu_experts: of each sparse layer, on the card while decoding, under stock's split; our_experts: likewise,
+    in our cache. threads: CPU workers. routes: who picks the
     experts of decode steps, "published" for traces.py or "own" for the random routers.
     """
 
@@ -28,6 +29,7 @@ class PeerOptions:
     vram_bytes: int
     cache_tokens: int
     gpu_experts: int
+    our_experts: int
     threads: int
     routes: str
     rounds: Rounds
@@ -41,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts",
         type=_whole,
-        help="of each sparse layer on the card; by default what --vram holds beside all 45 layers",
+        help="of each sparse layer on the card, for both; by default what each holds beside all 45 layers",
     )
     parser.add_argument("--threads", type=_whole, help="CPU workers; by default all cores but two")
     parser.add_argument(
@@ -60,11 +62,13 @@ def read_options(given: argparse.Namespace, machine: MachineFacts) -> PeerOption
     """Resolve what was given. Raises BadInput where the card is too small for the plan."""
     vram_bytes = int(given.vram * GIB)
     experts = given.experts or whole_plan(vram_bytes, given.cache_tokens).gpu_experts
+    ours = given.experts or our_experts(PUBLISHED, vram_bytes, given.cache_tokens, CHUNK_TOKENS)
     return PeerOptions(
         model_dir=given.model_dir,
         vram_bytes=vram_bytes,
         cache_tokens=given.cache_tokens,
         gpu_experts=min(experts, PUBLISHED.moe.num_experts),
+        our_experts=min(ours, PUBLISHED.moe.num_experts),
         threads=given.threads or len(choose_cpus(AUTO, machine)),
         routes=given.routes,
         rounds=Rounds(warm_steps=given.warm, steps=given.steps, prefill_tokens=given.prefill),

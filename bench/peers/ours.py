@@ -3,8 +3,9 @@
     python -m bench.peers.ours DIR --mode fast --vram 24 --out fast.json
     python -m bench.peers.ours --synthetic --layers 15 --mode exact
 
-The cache of experts is as large as the whole model's would be, 42 layers of --experts each (by default as
-many as stock's split gets); decode may use --experts for each layer that is there, prompts borrow from all.
+The cache of experts is as large as the whole model's would be, 42 layers of --experts each (by default what
+the server's plan gives them while the KV cache is nearly empty, as it is here); decode may use --experts for
+each layer that is there, prompts borrow from all. Guesses for look-ahead are as good as published ones.
 --synthetic draws the weights in memory: the same numbers as on disk, without the disk.
 
 Exit codes: 0 measured, 2 could not be measured, with one line that says why.
@@ -21,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bench.errors import BadInput, BenchError
 from bench.peers.holding import holding_slots
 from bench.peers.options import CHUNK_TOKENS, MAX_STREAMS, PeerOptions, add_options, read_options
@@ -28,6 +31,7 @@ from bench.peers.peer_command import Say, run_peer
 from bench.peers.stock import memory_facts
 from bench.peers.traces import draw_traces, whole_routes
 from glm53srv.bench_model.driver import Routes
+from glm53srv.bench_model.guesses import guess_routes
 from glm53srv.errors import Glm53Error, MachineError
 from glm53srv.machine import MachineFacts, read_machine
 from glm53srv.model.checkpoint import Checkpoint
@@ -130,18 +134,25 @@ def open_ours(options: PeerOptions, setup: OurSetup, machine: MachineFacts, say:
         routes = None
         if options.routes == "published":
             traces = draw_traces(config, whole_routes(config), MAX_STREAMS)
-            routes = ImposedRoutes(traces, MAX_STREAMS, loaded.device)
+            experts = config.moe.num_experts
+            guesses = [
+                guess_routes(trace.astype(np.uint16), seed=stream, num_experts=experts)
+                for stream, trace in enumerate(traces)
+            ]
+            routes = ImposedRoutes(traces, MAX_STREAMS, loaded.device, guesses)
             routes.impose(loaded.layers)
         engine = CudaEngine.open(loaded, SamplerBank(config.vocab_size, config.eos_token_ids), cuda)
     except BaseException:
         loaded.arena.close()
         raise
+    if routes is not None:
+        engine.offload.look_ahead.impose(routes.guesses_of_step)
     try:
         engine.warm_up()
     except BaseException:
         engine.close()
         raise
-    num_slots = options.gpu_experts * len(sparse_layers(config))
+    num_slots = options.our_experts * len(sparse_layers(config))
     say(f"{num_slots} of {engine.offload.plan.num_slots} slots for decode")
     return OurPeer(engine, config, routes, num_slots)
 
@@ -154,7 +165,7 @@ def _cuda_options(options: PeerOptions, mode: Mode, machine: MachineFacts) -> Cu
     return CudaOptions(
         OffloadOptions(
             mode=mode,
-            vram=VramOptions(max_slots=cache_slots(options.gpu_experts)),
+            vram=VramOptions(max_slots=cache_slots(options.our_experts)),
             crew_threads=0 if mode == "exact" else options.threads,
             crew_cpus=choose_cpus(AUTO, machine),
         ),

@@ -15,10 +15,14 @@ from bench.errors import BadInput
 from glm53srv.engine.cuda.synthetic_plan import device_bytes, synthetic_layout
 from glm53srv.machine import GIB
 from glm53srv.model.config import AttentionKind, ModelConfig
+from glm53srv.offload.vram_plan import plan_vram
 
 SCRATCH_BYTES = 1_700_000_000
 """CUDA's context, kernels, cuBLAS and the package's scratch: what an H200 held beyond weights, cache and
 states with 45 layers loaded (13.81 of 24 GiB were free for experts), measured 29 November 2026."""
+OUR_SCRATCH_BYTES = SCRATCH_BYTES + 340_000_000
+"""In our engine as of 30 November 2026, whose graphs and buffers take their share: an H200 then had 13.50 GiB
+left beside the whole cache."""
 CHUNK_BYTES = 2 * GIB
 """Activations of a prefill chunk, which stock keeps room for at all times. With it the plan gives the 31 of
 288 experts that users of the package fit on a 24 GB card with -mcs 257."""
@@ -63,6 +67,20 @@ def cache_bytes(config: ModelConfig, num_tokens: int) -> int:
         kinds.count(AttentionKind.MLA) * num_tokens * per_token
         + kinds.count(AttentionKind.KDA) * STATE_SLOTS * per_state
     )
+
+
+def our_experts(config: ModelConfig, vram_bytes: int, cache_tokens: int, chunk_tokens: int) -> int:
+    """Count experts a layer that our cache holds on such a card while little of the KV cache is filled.
+
+    By the server's own division, in fast mode. chunk_tokens: of a prefill chunk; pages for so many have
+    memory from the start. Raises MachineError where not even a chunk of slots fits.
+    """
+    _, geometry = synthetic_layout(config)
+    embedding = 2 * config.vocab_size * config.hidden_size
+    late = cache_bytes(config, cache_tokens) - cache_bytes(config, min(cache_tokens, chunk_tokens + 256))
+    taken = device_bytes(config) - embedding + cache_bytes(config, cache_tokens) + OUR_SCRATCH_BYTES
+    plan = plan_vram(geometry, vram_bytes - taken + late, "fast", page_bytes=late)
+    return plan.num_slots // geometry.num_layers
 
 
 def plan_split(config: ModelConfig, vram_bytes: int, cache_tokens: int) -> SplitPlan:

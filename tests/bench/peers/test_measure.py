@@ -25,7 +25,7 @@ ROUNDS = Rounds(
 
 
 def options(out: Path) -> PeerOptions:
-    return PeerOptions(Path("model"), 2**30, 4096, 7, 2, "own", ROUNDS, out)
+    return PeerOptions(Path("model"), 2**30, 4096, 7, 8, 2, "own", ROUNDS, out)
 
 
 def test_experts_are_held_behind_the_prompts_of_each_width() -> None:

@@ -29,13 +29,14 @@ def test_by_default_both_get_what_a_24_gib_card_holds_of_the_whole_model() -> No
     assert (options.vram_bytes, options.cache_tokens) == (24 * GIB, 131072)
     assert (options.gpu_experts, options.threads) == (31, 14)
     assert (options.rounds.warm_steps, options.rounds.steps, options.rounds.prefill_tokens) == (48, 48, 8192)
-    assert cache_slots(options.gpu_experts) == 31 * 42
+    assert 31 < options.our_experts < 40  # while the KV cache is nearly empty
+    assert cache_slots(options.our_experts) == options.our_experts * 42
 
 
 def test_what_is_given_is_taken() -> None:
     options = read("--vram", "12.5", "--experts", "300", "--threads", "3", "--steps", "5", "--warm", "6")
     assert options.vram_bytes == int(12.5 * GIB)
-    assert (options.gpu_experts, options.threads) == (288, 3)
+    assert (options.gpu_experts, options.our_experts, options.threads) == (288, 288, 3)
     assert (options.rounds.warm_steps, options.rounds.steps) == (6, 5)
 
 
