@@ -212,7 +212,7 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "GLM53_EC_RESERVE_GB",
         "float",
         None,
-        "GPU memory that stays free (default: 1.5 in fast mode, 1.0 in exact mode)",
+        "GPU memory that stays free (default: 1.25 in fast mode, 1.0 in exact mode)",
         "offload",
         unit="GiB",
         minimum=0,

@@ -39,6 +39,7 @@ serve() {
 python3 -m cffi_build || exit 1
 measure exact python3 -m bench.cuda.check_engine "$MODEL" exact --save "$OUT/exact.npz"
 measure fast python3 -m bench.cuda.check_engine "$MODEL" fast --against "$OUT/exact.npz"
+measure pages python3 -m bench.cuda.check_pages --layers 8 --vram 12 --chunk-slots 4 --chunk 2048
 measure contract python3 -m pytest -q -p no:cacheprovider -m cuda tests/engine/test_engine_contract.py
 for mode in exact fast; do
     measure "full_$mode" python3 -m glm53srv bench-model --mode "$mode" --beside 32768 --soak "$SOAK" \
@@ -48,7 +49,7 @@ done
 measure http python3 -m bench.all $HTTP --model "$MODEL" --panel reference/demo-exl3-ref-panel.json \
     --serve "--engine cuda --mode exact" --out "$OUT/http"
 [ "$SERVE" = 0 ] || serve "$SERVE"
-for name in exact fast contract full_exact full_fast http rate_1 rate_4 mixed; do
+for name in exact fast pages contract full_exact full_fast http rate_1 rate_4 mixed; do
     [ -f "$OUT/$name.log" ] || continue
     echo "== $name"
     tail -n 25 "$OUT/$name.log"
