@@ -34,6 +34,7 @@ from glm53srv.offload.device.arena import ExpertArena
 from glm53srv.offload.device.courier import Courier
 from glm53srv.offload.device.crew import CrewOptions
 from glm53srv.offload.device.gpu.cpu_lane import CpuLane
+from glm53srv.offload.device.gpu.device_blocks import BlockSource
 from glm53srv.offload.device.gpu.gpu_memory import GpuMemory
 from glm53srv.offload.device.gpu.gpu_offload import GpuOffload
 from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
@@ -180,6 +181,7 @@ def load_model(
     try:
         with torch.inference_mode():
             model.load(device=f"cuda:{options.device}", progressbar=False)
+        pages = None if source is None else _hold_pages(cache, source, options, device)
     except torch.OutOfMemoryError as error:
         raise MachineError(
             f"the card has no room for the weights beside the experts and a cache of {options.cache_tokens} "
@@ -187,12 +189,15 @@ def load_model(
         ) from error
     gates = GatesBeside(package.extension, make_two_streams(device))
     text_model = CudaModel(model, cache, config.vocab_size, gates)
-    pages = None
-    if source is not None:
-        first = -(-(options.max_chunk_tokens + 8) // PAGE_TOKENS)
-        pages = hold_pages(cache, source, options.num_pages, first)
-        limit_torch(options.vram_bytes, device, pages.num_bytes)
     return LoadedModel(package, config, text_model, layers, arena, alias, device, pages)
+
+
+def _hold_pages(cache: Any, source: BlockSource, options: CudaOptions, device: torch.device) -> PageMemory:
+    """Give the cache its pages; the first, which the longest chunk fills, have memory from the start."""
+    first = -(-(options.max_chunk_tokens + 8) // PAGE_TOKENS)
+    pages = hold_pages(cache, source, options.num_pages, first)
+    limit_torch(options.vram_bytes, device, pages.num_bytes)
+    return pages
 
 
 def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "") -> OpenedOffload:
