@@ -10,6 +10,10 @@ BIN := .venv/bin
 # torch's CPU build is not there for every Python.
 TRITON_PYTHON ?= $(PYTHON)
 
+# Processes that share the tests, as many as CI's machine has cores. A worker that is done takes over tests of another.
+JOBS ?= 2
+PYTEST := -m pytest -n $(JOBS) --dist worksteal
+
 .PHONY: serve test test-triton lint types native-test pytest bench bench-short format clean
 
 serve: .venv/.serve $(MODEL)/config.json
@@ -21,7 +25,7 @@ test: lint types native-test pytest
 # The GPU's kernels under Triton's interpreter; needs torch, in an environment of its own, and no GPU.
 test-triton: .venv-triton/.done
 	.venv-triton/bin/python -m cffi_build
-	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/offload_device/gpu tests/engine/cuda \
+	TRITON_INTERPRET=1 .venv-triton/bin/python $(PYTEST) tests/offload_device/gpu tests/engine/cuda \
 		tests/bench_model tests/bench/peers tests/bench/cuda $(ARGS)
 
 lint: .venv/.test
@@ -39,7 +43,7 @@ native-test: .venv/.test
 
 pytest: .venv/.test
 	$(BIN)/python -m cffi_build
-	$(BIN)/python -m pytest -m "not cuda and not slow" $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not cuda and not slow" $(ARGS)
 
 format: .venv/.test
 	$(BIN)/ruff format .
