@@ -39,7 +39,7 @@ types: .venv/.test
 	$(BIN)/mypy
 
 native-test: .venv/.test
-	$(MAKE) -C native test
+	$(MAKE) -C native -j$(JOBS) test
 
 pytest: .venv/.test
 	$(BIN)/python -m cffi_build
