@@ -6,6 +6,7 @@ Each build goes into a folder of its own, so that the library under test elsewhe
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,13 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "native", tmp_path / "native")
     (tmp_path / "package").mkdir()
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def portable_library(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    package = tmp_path_factory.mktemp("portable")
+    build(ROOT, package, compiler=PORTABLE, mode="abi")
+    return open_library(package)
 
 
 def _status_text(library: NativeLibrary, status: int) -> str:
@@ -98,19 +106,18 @@ def test_missing_python_header_falls_back_and_says_so(checkout: Path) -> None:
 
 def test_command_prints_one_line(checkout: Path) -> None:
     command = [sys.executable, "-m", "cffi_build", "--mode", "abi", "--out", str(checkout / "package")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "CC": PORTABLE}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.count("\n") == 1
     assert "_kernels_abi.so" in done.stdout
 
 
 @pytest.mark.parametrize("isa", [Isa.AVX2, Isa.AVX512, Isa.AMX], ids=lambda isa: isa.name)
-def test_portable_build_offers_the_scalar_kernels_alone(checkout: Path, isa: Isa) -> None:
-    build(checkout, checkout / "package", compiler=PORTABLE, mode="abi")
-    library = open_library(checkout / "package")
-    assert library.features().isas == (Isa.SCALAR,)
+def test_portable_build_offers_the_scalar_kernels_alone(portable_library: NativeLibrary, isa: Isa) -> None:
+    assert portable_library.features().isas == (Isa.SCALAR,)
     refusal = f"{isa.name} is not there: this CPU and build offer SCALAR$"
     with pytest.raises(MachineError, match=refusal):
-        KernelPool(1, isa, library=library)
+        KernelPool(1, isa, library=portable_library)
 
 
 def test_declarations_come_from_the_header() -> None:
