@@ -70,7 +70,7 @@ bench-short: .venv/.serve $(MODEL)/config.json
 	touch $@ .venv/.serve
 
 .venv-triton/.done: requirements/triton.txt scripts/bootstrap.py
-	$(TRITON_PYTHON) scripts/bootstrap.py --triton
+	$(TRITON_PYTHON) scripts/bootstrap.py --triton --packages-only
 	touch $@
 
 clean:
