@@ -197,13 +197,39 @@ def test_a_card_that_another_process_filled_keeps_the_slots_lent(
     card.check_slots()
 
 
+def test_more_slots_are_lent_where_the_card_has_less_than_these_have_left(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    card, room, loans, source = served.card, served.room, served.loans, served.source
+    usual = loans.lend_to_pages
+
+    def keep_a_chunk(num_slots: int) -> None:
+        """The first chunk's memory stays with torch."""
+        usual(num_slots)
+        source.most_blocks = source.num_mapped + (loans.page_slots // CHUNK - 1) * served.chunk_bytes // BLOCK
+
+    monkeypatch.setattr(loans, "lend_to_pages", keep_a_chunk)
+    room.fill(served.first + 1)
+    assert room.num_pages > served.first
+    assert loans.page_slots == 2 * CHUNK
+    assert "has less for pages than slots have left: 4 more are lent" in caplog.text
+    card.decode(1)
+    source.most_blocks = None
+    room.empty(0)
+    assert (loans.page_slots, card.offload.policy.capacity) == (0, SLOTS)
+    card.prefill(100)
+    card.check_slots()
+
+
 def test_pages_without_room_say_so_and_go_on_later(served: Served) -> None:
     card, room = served.card, served.room
     served.source.most_blocks = served.source.num_mapped
     with pytest.raises(torch.OutOfMemoryError):
         room.fill(PAGES)
     assert room.num_pages == served.first
+    assert served.told[-1] == room.num_bytes  # others may have the rest
     card.decode(1)
+    card.prefill(100)  # all that a chunk may borrow is still there
     served.source.most_blocks = None
     room.fill(PAGES)
     assert room.num_pages == PAGES

@@ -59,15 +59,21 @@ class PageRoom:
     def fill(self, num_pages: int) -> None:
         """See to it that pages [0, num_pages) have memory, also beside a prefill chunk.
 
-        Raises torch.OutOfMemoryError when another process took what the slots gave up, EngineError.
+        Where the driver gets less back than slots have left, since torch keeps what shares an allocation or
+        another process was faster, more slots are lent. Raises torch.OutOfMemoryError when none can be,
+        EngineError.
         """
         if num_pages <= self._memory.num_pages:
             return
-        lent = self._loans.page_slots // self._chunk_slots
-        wanted = max(lent, self._chunks_for(num_pages))
-        if wanted > lent:
-            self._loans.lend_to_pages((wanted - lent) * self._chunk_slots)
-        self._resize(wanted)
+        wanted = self._chunks_for(num_pages)
+        missing = wanted - self._loans.page_slots // self._chunk_slots
+        if missing > 0:
+            self._loans.lend_to_pages(missing * self._chunk_slots)
+        while not self._could_resize(wanted):
+            logger.warning(
+                "the card has less for pages than slots have left: %d more are lent", self._chunk_slots
+            )
+            self._loans.lend_to_pages(self._chunk_slots)
         logger.debug("pages=%d of=%d lent_slots=%d", self.num_pages, num_pages, self._loans.page_slots)
 
     def empty(self, num_pages: int) -> bool:
@@ -93,12 +99,22 @@ class PageRoom:
         missing = self._memory.bytes_for(num_pages) - self._own_bytes
         return min(max(0, -(-missing // self._chunk_bytes)), self._most_chunks)
 
+    def _could_resize(self, num_chunks: int) -> bool:
+        """Resize, or tell that it could not be done but may be with a chunk more."""
+        try:
+            self._resize(num_chunks)
+        except torch.OutOfMemoryError:
+            if not self._loans.can_lend(self._chunk_slots):
+                raise
+            return False
+        return True
+
     def _resize(self, num_chunks: int) -> None:
         num_bytes = self._own_bytes + num_chunks * self._chunk_bytes
         pages = max(1, self._memory.pages_within(num_bytes))
-        is_more = pages > self._memory.num_pages
-        if is_more:
+        if pages > self._memory.num_pages:
             self._limit_others(self._memory.bytes_for(pages))
-        self._memory.resize(pages)
-        if not is_more:
+        try:
+            self._memory.resize(pages)
+        finally:
             self._limit_others(self._memory.num_bytes)

@@ -111,6 +111,11 @@ class SlotLoans:
         if is_more_waiting or not self._loan.num_lent or self._take_back():
             self._policy.grow(self._loan.end(is_more_waiting).grow)
 
+    def can_lend(self, num_slots: int) -> bool:
+        """Tell whether a chunk still gets all that it may borrow, and a chunk of slots stays beside it."""
+        left = self._policy.num_slots - self.page_slots - num_slots
+        return left >= self._plan.elastic_slots + self._plan.chunk_slots
+
     def lend_to_pages(self, num_slots: int) -> None:
         """Free the memory of so many more slots, whole chunks: between two steps, also beside a chunk.
 
