@@ -61,6 +61,7 @@ SEAMS = {
     "exllamav3.modules.block_sparse_mlp.BlockSparseMLP": ("forward", "load_local", "cpu_split_combine"),
     "exllamav3.modules.transformer.TransformerBlock": ("forward", "prepare_for_device"),
     "exllamav3.cache.cache.Cache": ("get_new_state", "release_state"),
+    "exllamav3.cache.mla.CacheLayer_MLA_fp16": ("get_tensors",),
 }
 """Attributes that this engine overrides or calls, beyond the documented interface; checked at start."""
 

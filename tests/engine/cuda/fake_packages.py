@@ -61,6 +61,7 @@ FILES: Mapping[str, str] = {
     "exllamav3/modules/transformer.py": "class TransformerBlock:\n    forward = prepare_for_device = 1\n",
     "exllamav3/cache/__init__.py": "",
     "exllamav3/cache/cache.py": "class Cache:\n    get_new_state = release_state = 1\n",
+    "exllamav3/cache/mla.py": "class CacheLayer_MLA_fp16:\n    get_tensors = 1\n",
     "exllamav3/vendor/__init__.py": "",
     "exllamav3/vendor/fla/__init__.py": "from . import kernels\n",
     "exllamav3/vendor/fla/kernels.py": KERNELS,
