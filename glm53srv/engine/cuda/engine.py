@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from glm53srv.engine.base import (
     DecodeRow,
@@ -42,6 +41,7 @@ from glm53srv.engine.cuda.loading import (
 )
 from glm53srv.engine.cuda.model import PAGE_TOKENS, Chunk
 from glm53srv.engine.cuda.package import open_package
+from glm53srv.engine.cuda.prefilled import Prefilled, with_tail
 from glm53srv.engine.cuda.sequence_pages import SequencePages
 from glm53srv.engine.cuda.warm_up import FIRST_STEP_MS, capture_every_width, run_every_shape
 from glm53srv.engine.cuda.watchdog import DeviceWatchdog
@@ -273,15 +273,15 @@ class CudaEngine:
         if plan.prefill is None:
             self._pages.shrink()
         begin_s = time.perf_counter()
-        done = _Prefilled()
+        done = Prefilled()
         if plan.prefill is not None:
             done = self._prefill(plan.prefill)
             self._model.wait()
         middle_s = time.perf_counter()
-        layers_s = _with_tail(done.layers_s, middle_s - begin_s)
+        layers_s = with_tail(done.layers_s, middle_s - begin_s)
         tokens: list[SampledToken] = []
         if plan.decode:
-            tokens = self._sampler.sample([row.slot for row in plan.decode], self._decode(plan.decode))
+            tokens = self._decode(plan.decode)
         if plan.prefill is not None and done.last_row is not None:
             tokens += self._sampler.sample([plan.prefill.slot], done.last_row)
         if plan.prefill is not None and done.error is not None:
@@ -306,7 +306,7 @@ class CudaEngine:
             if not slot.is_prefilled and not self._book.has_chunk:
                 self._offload.end_chunk(is_more_waiting=False)
 
-    def _prefill(self, piece: PrefillSlice) -> _Prefilled:
+    def _prefill(self, piece: PrefillSlice) -> Prefilled:
         """Run the slice; a prompt that outgrows the card's memory ends alone, with an error."""
         if piece.start is not None:
             self._start(piece, piece.start)
@@ -321,9 +321,9 @@ class CudaEngine:
         # The plans of a dropped prompt go on until its last chunk, the place for news about it.
         if piece.layer_end < self._limits.num_layers:
             slot.chunk, slot.next_layer = piece.token_ids, piece.layer_end
-            return _Prefilled()
+            return Prefilled()
         slot.finish(piece)
-        return _Prefilled(True, error=self._failed[piece.slot] if piece.is_last_chunk else None)
+        return Prefilled(True, error=self._failed[piece.slot] if piece.is_last_chunk else None)
 
     def _drop(self, piece: PrefillSlice, slot: Slot[Any, Chunk], reason: str) -> None:
         """Give up a prompt and what its chunk holds."""
@@ -335,7 +335,7 @@ class CudaEngine:
         )
         self._offload.end_chunk(is_more_waiting=False)
 
-    def _run_slice(self, piece: PrefillSlice, slot: Slot[Any, Chunk]) -> _Prefilled:
+    def _run_slice(self, piece: PrefillSlice, slot: Slot[Any, Chunk]) -> Prefilled:
         begin, end = piece.start_position, piece.start_position + len(piece.token_ids)
         judged = self._sampler.prompt_positions(piece.slot, begin, end)
         if piece.layer_begin == 0:
@@ -352,7 +352,7 @@ class CudaEngine:
         )
         if piece.layer_end < self._limits.num_layers:
             slot.pause(piece, chunk)
-            return _Prefilled(layers_s=layers_s)
+            return Prefilled(layers_s=layers_s)
         told: tuple[TokenLogprobs, ...] = ()
         last_row = None
         if piece.is_last_chunk or len(judged):
@@ -364,7 +364,7 @@ class CudaEngine:
         slot.finish(piece)
         del chunk  # its activations are the memory that is given back
         self._offload.end_chunk(is_more_waiting=not piece.is_last_chunk)
-        return _Prefilled(True, told, last_row, layers_s=layers_s)
+        return Prefilled(True, told, last_row, layers_s=layers_s)
 
     def _judge(
         self, piece: PrefillSlice, chunk: Chunk, hidden: torch.Tensor, wanted: range
@@ -383,9 +383,28 @@ class CudaEngine:
         self._sampler.start(piece.slot, start)
         self._book.slots[piece.slot] = Slot(self._model.new_state())
 
-    def _decode(self, rows: Sequence[DecodeRow]) -> NDArray[np.float32]:
+    def _decode(self, rows: Sequence[DecodeRow]) -> list[SampledToken]:
+        """Decode a token of each row; a row for whose next page the card has no memory ends alone."""
         slots = self._book.check_decode(rows)
-        pages = self._pages.of_rows(rows)
+        try:
+            pages = self._pages.of_rows(rows)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        else:
+            return self._decode_with(rows, slots, pages)
+        fitting = [row for row in rows if self._pages.has_memory(row.slot)]
+        require(len(fitting) < len(rows), "pages without memory that no row reaches")
+        for row in rows:
+            if row not in fitting:
+                logger.warning("sequence of slot %d dropped: %s", row.slot, reason)
+                self._pages.release(row.slot)
+        found = {token.slot: token for token in (self._decode(fitting) if fitting else ())}
+        failed = "the GPU has no memory left for another page of this sequence; use a smaller -cs"
+        return [found.get(row.slot) or SampledToken(row.slot, 0, error=failed) for row in rows]
+
+    def _decode_with(
+        self, rows: Sequence[DecodeRow], slots: Sequence[Slot[Any, Chunk]], pages: list[tuple[int, ...]]
+    ) -> list[SampledToken]:
         is_captured = self._model.is_captured(len(rows))
         first_job = self._offload.begin_decode(len(rows), is_captured=is_captured)
         logits = self._model.decode(
@@ -400,23 +419,4 @@ class CudaEngine:
         self._offload.finish_decode()
         for slot in slots:
             slot.num_computed += 1
-        return host
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefilled:
-    """What a slice gave. is_done: its chunk left the last layer. last_row: float32 (1, vocabulary), of a last
-    chunk. error: in its place, why there is none. layers_s: seconds of each layer."""
-
-    is_done: bool = False
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    last_row: NDArray[np.float32] | None = None
-    error: str | None = None
-    layers_s: tuple[float, ...] = ()
-
-
-def _with_tail(layers_s: tuple[float, ...], total_s: float) -> tuple[float, ...]:
-    """Give what a slice took beyond its layers' own seconds to the last of them: its kernels ran longest."""
-    if not layers_s:
-        return ()
-    return (*layers_s[:-1], max(layers_s[-1], total_s - sum(layers_s[:-1])))
+        return self._sampler.sample([row.slot for row in rows], host)

@@ -12,8 +12,12 @@ from glm53srv.engine.base import DecodeRow, EngineLimits
 class Room(Protocol):
     """Gives pages memory and takes it back: a page_room.PageRoom."""
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that have memory: [0, num_pages)."""
+
     def fill(self, num_pages: int) -> None:
-        """See to it that pages [0, num_pages) have memory."""
+        """See to it that pages [0, num_pages) have memory. Raises torch.OutOfMemoryError."""
 
     def empty(self, num_pages: int) -> bool:
         """Give back what other pages have; tells whether that could be done now."""
@@ -21,6 +25,9 @@ class Room(Protocol):
 
 class WholeRoom:
     """A cache all of whose pages have memory (a Room)."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
 
     def fill(self, num_pages: int) -> None:
         """Do nothing."""
@@ -46,7 +53,7 @@ class SequencePages:
     def __init__(self, limits: EngineLimits, room: Room | None = None) -> None:
         """room: None where all pages have memory."""
         self._limits = limits
-        self._room = room or WholeRoom()
+        self._room = room or WholeRoom(limits.num_pages)
         self._uses: dict[int, _Use] = {}
         self._may_empty = False  # a sequence ended, and its pages' memory was not given back yet
 
@@ -61,15 +68,26 @@ class SequencePages:
         Raises torch.OutOfMemoryError, EngineError.
         """
         pages = self._use(slot_id, page_ids, num_tokens)
-        # Rows that decode beside the chunk may each begin a page: better now than beside it.
-        self._room.fill(min(self.reach + self._limits.max_streams, self._limits.num_pages))
+        try:
+            # Rows that decode beside the chunk may each begin a page: better now than beside it.
+            self._room.fill(min(self.reach + self._limits.max_streams, self._limits.num_pages))
+        except BaseException:
+            self.release(slot_id)
+            raise
         return pages
 
     def of_rows(self, rows: Sequence[DecodeRow]) -> list[tuple[int, ...]]:
-        """Give the pages of each row's tokens, with memory. Raises torch.OutOfMemoryError, EngineError."""
+        """Give the pages of each row's tokens, with memory.
+
+        Raises torch.OutOfMemoryError, where rows that has_memory() denies may be released; EngineError.
+        """
         pages = [self._use(row.slot, row.page_ids, row.position + 1) for row in rows]
         self._room.fill(self.reach)
         return pages
+
+    def has_memory(self, slot_id: int) -> bool:
+        """Tell whether all pages that a slot's tokens take have memory, behind an of_rows() that raised."""
+        return self._uses[slot_id].reach <= self._room.num_pages
 
     def fill(self, num_pages: int) -> None:
         """Give pages [0, num_pages) memory before sequences run; shrink() may take it again."""

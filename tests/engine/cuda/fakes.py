@@ -184,15 +184,17 @@ class FakeOffload:
 
 @dataclass
 class FakeRoom:
-    """Stands for PageRoom; notes what is asked among the offload's calls. fails: it has no memory left."""
+    """Stands for PageRoom; notes what is asked among the offload's calls. most: pages it has memory for."""
 
     offload: FakeOffload
-    fails: bool = False
+    most: int = 8
+    num_pages: int = 0
 
     def fill(self, num_pages: int) -> None:
         self.offload.calls.append(f"fill {num_pages}")
-        if self.fails:
+        if num_pages > max(self.most, self.num_pages):
             raise torch.OutOfMemoryError("no memory for pages\nand more")
+        self.num_pages = max(self.num_pages, num_pages)
 
     def empty(self, num_pages: int) -> bool:
         self.offload.calls.append(f"empty {num_pages}")

@@ -238,12 +238,36 @@ def test_a_prompt_whose_pages_get_no_memory_ends_alone_with_an_error() -> None:
     bench, room = with_room()
     first, second = bench.stream(0, 4), bench.stream(1, 4)
     bench.driver.prefill(first)
-    room.fails = True
+    room.most = 6
     bench.driver.prefill(second)
     assert "did not fit into GPU memory" in str(second.tokens[-1].error)
-    room.fails = False
     bench.driver.decode([first], 1)
     assert first.output == greedy(first.prompt, 2)
+    bench.engine.close()
+
+
+def test_a_row_whose_next_page_gets_no_memory_ends_alone_with_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench, room = with_room()
+    first, second = bench.stream(0, 20), bench.stream(1, 256)  # of pages 0 and 1, 2 and 3
+    for stream in (first, second):
+        bench.driver.prefill(stream)
+    room.most = room.num_pages = 3
+    result = bench.driver.step(decode=[first, second])
+    told, failed = result.tokens
+    assert told.error is None
+    first.take(told)
+    assert failed.slot == 1
+    assert "no memory left for another page" in str(failed.error)
+    assert "sequence of slot 1 dropped: no memory for pages" in caplog.text
+    assert "and more" not in caplog.text
+    bench.driver.release([second])
+    bench.driver.decode([first], 2)
+    assert first.output == greedy(first.prompt, 4)
+    room.most = room.num_pages = 0
+    last = bench.driver.step(decode=[first])
+    assert last.tokens[0].error is not None
     bench.engine.close()
 
 

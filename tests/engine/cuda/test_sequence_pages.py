@@ -19,15 +19,24 @@ LIMITS = EngineLimits(
 )
 
 
+class NoMemory(Exception):
+    """As torch's, which is not installed here."""
+
+
 class Room:
-    """Notes what is asked. is_open: whether it can be emptied now."""
+    """Notes what is asked. is_open: whether it can be emptied now. most: pages that can have memory."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self.is_open = True
+        self.most = LIMITS.num_pages
+        self.num_pages = 0
 
     def fill(self, num_pages: int) -> None:
         self.calls.append(("fill", num_pages))
+        if num_pages > self.most:
+            raise NoMemory
+        self.num_pages = max(self.num_pages, num_pages)
 
     def empty(self, num_pages: int) -> bool:
         self.calls.append(("empty", num_pages))
@@ -90,6 +99,28 @@ def test_memory_is_given_back_once_behind_an_end_and_again_if_it_could_not_be(ro
     assert room.calls[2:] == [("fill", 20), ("empty", 5)]
 
 
+def test_a_chunk_without_memory_keeps_none_from_the_others(room: Room) -> None:
+    pages = SequencePages(LIMITS, room)
+    pages.of_rows([row(0, 0, (3,))])
+    room.most = 10
+    with pytest.raises(NoMemory):
+        pages.of_chunk(1, (20,), 4)
+    assert pages.reach == 4
+    assert pages.of_rows([row(0, 1, (3,))]) == [(3,)]
+
+
+def test_rows_whose_pages_have_no_memory_are_told_from_the_others(room: Room) -> None:
+    pages = SequencePages(LIMITS, room)
+    room.most = 10
+    rows = [row(0, 0, (3,)), row(1, 16, (2, 12)), row(2, 5, (9,))]
+    pages.of_rows([rows[0], rows[2]])
+    with pytest.raises(NoMemory):
+        pages.of_rows(rows)
+    assert [pages.has_memory(slot) for slot in (0, 1, 2)] == [True, False, True]
+    pages.release(1)
+    assert pages.of_rows([rows[0], rows[2]]) == [(3,), (9,)]
+
+
 def test_without_a_room_every_page_has_memory() -> None:
     pages = SequencePages(LIMITS)
     assert pages.of_chunk(0, (1, 2), 30) == (1, 2)
@@ -97,3 +128,5 @@ def test_without_a_room_every_page_has_memory() -> None:
     pages.release(0)
     pages.shrink()
     assert pages.reach == 0
+    pages.of_rows([row(0, 0, (39,))])
+    assert pages.has_memory(0)
