@@ -272,6 +272,8 @@ class CudaEngine:
         self._book.check_plan(plan)
         if plan.prefill is None:
             self._pages.shrink()
+            if not plan.decode:
+                self._offload.tell()
         begin_s = time.perf_counter()
         done = Prefilled()
         if plan.prefill is not None:

@@ -178,6 +178,9 @@ class FakeOffload:
     def finish_decode(self) -> None:
         self.calls.append("finished")
 
+    def tell(self) -> None:
+        self.calls.append("tell")
+
     def close(self) -> None:
         self.calls.append("close")
 

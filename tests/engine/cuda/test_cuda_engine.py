@@ -117,7 +117,7 @@ def test_release_frees_a_state_once_and_ends_its_chunk(bench: Bench) -> None:
     bench.driver.release([stream])
     bench.driver.release([stream])
     assert bench.model.num_states == 0
-    assert bench.offload.calls[-1] == "end last"
+    assert bench.offload.calls[-3:] == ["end last", "tell", "tell"]
     other = bench.stream(1, 3)
     bench.driver.prefill(other)
     assert other.output == greedy(other.prompt, 1)
@@ -216,9 +216,9 @@ def test_pages_have_memory_before_a_chunk_borrows_and_a_step_begins() -> None:
     assert bench.model.page_ids == [[(2,)], [(2, 3)]]
     calls.clear()
     bench.engine.step(StepPlan(90, release=(1,)))
-    assert calls == ["empty 0"]
+    assert calls == ["empty 0", "tell"]  # that all is idle again
     bench.engine.close()
-    assert calls[1:] == ["close", "close pages"]
+    assert calls[2:] == ["close", "close pages"]
 
 
 def test_pages_are_not_emptied_in_a_step_that_fills_others() -> None:

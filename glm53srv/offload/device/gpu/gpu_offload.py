@@ -146,8 +146,7 @@ class GpuOffload:
         history = self._heat_keeper.load()
         if history is not None:
             self.counts.num_copies += fill_from_history(self.policy, history, self._execute)
-        self._vram_bytes = torch.cuda.memory_reserved(self._device)
-        self._report = self._describe()
+        self.tell()
         keys, slots = self.policy.geometry.num_keys, self.plan.num_slots
         launches = 2 if self.layers.has_hits else 1
         num_ahead = self.look_ahead.num_ahead
@@ -191,6 +190,10 @@ class GpuOffload:
         if self.prefill_lane is not None:
             self.prefill_lane.drop()
         self.loans.end(is_more_waiting)
+        self.tell()
+
+    def tell(self) -> None:
+        """Renew the report, where slots were lent or taken back and no decode step follows."""
         self._vram_bytes = torch.cuda.memory_reserved(self._device)
         self._report = self._describe()
 
