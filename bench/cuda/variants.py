@@ -15,6 +15,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     byrow=N                attention of up to so many rows is called row by row, of more in one call
     pieces=N               1: experts in VRAM are summed in fewer pieces than others; 0: in as many
     overlap=N              1: hits that are computed beside copies cost nothing in the split; 0: they add up
+    full=N                 1: the KV cache has the memory of a full one, experts what is left; 0: of what it
+                           holds
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
@@ -69,6 +71,7 @@ NUMBERS = {
     "gates": 0,
     "byrow": 0,
     "overlap": 0,
+    "full": 0,
     "pieces": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
@@ -151,6 +154,9 @@ class Bench:
         offload.layers.copy_shape = variant.copies or USUAL
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
         offload.counts_overlap = numbers.get("overlap", 1) > 0
+        with torch.inference_mode():  # as in a step
+            engine.pages.hold(engine.limits.num_pages if numbers.get("full", 0) else 0)
+            engine.pages.shrink()
         engine.most_by_row = numbers.get("byrow", self._most_by_row)
         maker = engine._loaded.layers[0].maker
         if maker is not None:

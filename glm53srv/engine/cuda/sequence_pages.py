@@ -55,12 +55,13 @@ class SequencePages:
         self._limits = limits
         self._room = room or WholeRoom(limits.num_pages)
         self._uses: dict[int, _Use] = {}
+        self._held = 0
         self._may_empty = False  # a sequence ended, and its pages' memory was not given back yet
 
     @property
     def reach(self) -> int:
         """The highest page in use and 1, 0 for none."""
-        return max((use.reach for use in self._uses.values()), default=0)
+        return max([self._held, *(use.reach for use in self._uses.values())])
 
     def of_chunk(self, slot_id: int, page_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """Give the pages of a slot's first num_tokens tokens, with memory, before a chunk borrows slots.
@@ -93,6 +94,11 @@ class SequencePages:
         """Give pages [0, num_pages) memory before sequences run; shrink() may take it again."""
         self._room.fill(num_pages)
         self._may_empty = True
+
+    def hold(self, num_pages: int) -> None:
+        """Count pages [0, num_pages) as in use from now on, for measurements; 0: none beyond sequences'."""
+        self._held = num_pages
+        self.fill(num_pages)
 
     def release(self, slot_id: int) -> None:
         """Forget a slot; one that is not known is passed over."""

@@ -99,6 +99,17 @@ def test_memory_is_given_back_once_behind_an_end_and_again_if_it_could_not_be(ro
     assert room.calls[2:] == [("fill", 20), ("empty", 5)]
 
 
+def test_pages_that_are_held_stay_until_they_are_held_no_more(room: Room) -> None:
+    pages = SequencePages(LIMITS, room)
+    pages.hold(40)
+    pages.of_rows([row(0, 0, (3,))])
+    pages.release(0)
+    pages.shrink()
+    pages.hold(0)
+    pages.shrink()
+    assert room.calls == [("fill", 40), ("fill", 40), ("empty", 40), ("fill", 0), ("empty", 0)]
+
+
 def test_a_chunk_without_memory_keeps_none_from_the_others(room: Room) -> None:
     pages = SequencePages(LIMITS, room)
     pages.of_rows([row(0, 0, (3,))])
