@@ -1,8 +1,11 @@
-"""How far one set of logits is from another: the verdicts of check_engine, without a GPU."""
+"""What logits an engine gave, and how far one set of them is from another; without a GPU."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +14,23 @@ Logits = NDArray[np.float32]
 
 MEAN_KL, P99_KL, TOP1 = 0.002, 0.03, 0.99
 """Targets of fast mode against exact mode."""
+
+
+@contextlib.contextmanager
+def recording(model: Any, found: list[Logits]) -> Iterator[None]:
+    """Append what decode steps of a CudaModel give to found, a float32 (rows, vocabulary) for each."""
+    usual = model.to_host
+
+    def to_host(sent: Any) -> Logits:
+        rows: Logits = usual(sent)
+        found.append(rows.copy())  # borrowed until the next step
+        return rows
+
+    model.to_host = to_host
+    try:
+        yield
+    finally:
+        model.to_host = usual
 
 
 def difference(ours: Logits, stock: Logits) -> float:

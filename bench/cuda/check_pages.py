@@ -15,11 +15,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.cuda.agreement import recording
 from bench.cuda.profile_step import say
 from glm53srv.bench_model.command import build_engine
 from glm53srv.bench_model.driver import Driver
@@ -52,23 +52,12 @@ def run(options: BenchOptions, machine: MachineFacts) -> Found:
         engine, model, _, routes = build_engine(options, machine, Path(directory), say)
         try:
             found.num_slots = engine.offload.plan.num_slots
-            _record(model.inner, found.logits)
-            _drive(engine, Driver(engine, seed=4, routes=routes), found)
+            with recording(model.inner, found.logits):
+                _drive(engine, Driver(engine, seed=4, routes=routes), found)
             engine.check_slots(200)
         finally:
             engine.close()
     return found
-
-
-def _record(model: Any, logits: list[NDArray[np.float32]]) -> None:
-    usual = model.to_host
-
-    def to_host(sent: Any) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = usual(sent)
-        logits.append(rows.copy())
-        return rows
-
-    model.to_host = to_host
 
 
 def _drive(engine: CudaEngine, driver: Driver, found: Found) -> None:

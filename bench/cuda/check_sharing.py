@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.cuda.agreement import recording
 from bench.cuda.profile_step import say
 from glm53srv.bench_model.command import build_engine
 from glm53srv.bench_model.driver import Driver
@@ -56,24 +57,15 @@ def run(
     engine.offload.layers.split_launches(splits)
     engine.capture()
     found: list[NDArray[np.float32]] = []
-    inner = model.inner
-    usual = inner.to_host
-
-    def to_host(logits: Any) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = usual(logits)
-        found.append(rows.copy())
-        return rows
-
     routes.rewind()
     driver = Driver(engine, seed=3, routes=routes)
     for width in (1, 4):
         slots = list(range(width))
         for slot in slots:
             driver.prefill_s(slot, 40)
-        inner.to_host = to_host
-        for _ in range(STEPS):
-            driver.step(decode=slots)
-        inner.to_host = usual
+        with recording(model.inner, found):
+            for _ in range(STEPS):
+                driver.step(decode=slots)
         driver.step(release=slots)
     return found
 

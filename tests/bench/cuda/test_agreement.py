@@ -1,4 +1,4 @@
-"""The verdicts of check_engine: a difference is found, and nothing that is no number passes."""
+"""Logits as they are recorded, and the verdicts: a difference is found, nothing that is no number passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bench.cuda.agreement import Agreement, Logits, agreement, difference, worst_of
+from bench.cuda.agreement import Agreement, Logits, agreement, difference, recording, worst_of
 
 
 def logits(seed: int, rows: int = 400) -> Logits:
@@ -81,3 +81,25 @@ def test_other_prompts_logits_are_refused() -> None:
         agreement(logits(1), logits(1, rows=399))
     with pytest.raises(ValueError, match="cannot be compared"):
         agreement(logits(1)[:0], logits(1)[:0])
+
+
+class Model:
+    """Gives the same rows again and again, as the engine's does: borrowed until the next step."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((2, 3), np.float32)
+
+    def to_host(self, sent: float) -> np.ndarray:
+        self.rows[:] = sent
+        return self.rows
+
+
+def test_each_step_inside_is_recorded_and_none_behind() -> None:
+    model, found = Model(), list[np.ndarray]()
+    model.to_host(1.0)
+    with recording(model, found):
+        assert model.to_host(2.0) is model.rows
+        model.to_host(3.0)
+    model.to_host(4.0)
+    assert [rows[0, 0] for rows in found] == [2.0, 3.0]
+    assert found[0].shape == (2, 3)
