@@ -22,8 +22,8 @@ GIB = 2**30
 RESERVE_GIB = {"fast": 1.25, "exact": 1.0}
 """What stays free of the card, for graphs among others; 1.0 failed under batched decode where 1.5 held
 (0xSero/glm53-flash-offload). Of an H200 held to 24 GiB, fast mode left 1.1 GiB unused with 1.5 in twenty
-minutes of mixed load with prompts to 32k, 0.37 with 1.0 in two (bench/results/2026-11-30-h200-serving.md,
-2026-11-30-h200-pages.md)."""
+minutes of mixed load with prompts to 32k, 0.37 with 1.0 in 2.5 (bench/results/2026-11-30-h200-serving.md,
+2026-11-30-h200-pages.md); with 1.25 it did not run yet."""
 CHUNK_SLOTS = 16
 """Slots of one allocation, which are lent together: 151 MB of GLM-5.3-Flash's experts. What is left over, of
 the card and of the KV cache, is less than one."""
@@ -34,9 +34,9 @@ class VramOptions:
     """What the user may set, in GiB (GLM53_EC_RESERVE_GB, GLM53_EC_STAGE_GB, GLM53_EC_ELASTIC_GB,
     GLM53_EC_MAX_SLOTS, GLM53_EC_LANDING, GLM53_EC_AHEAD).
 
-    reserve_gib None means RESERVE_GIB. landing: buffers for experts that come
-    over the link in a decode step. ahead: experts that are fetched before their layer is planned, in a step
-    of one row; with one more, for steps of several, each takes two buffers (look_ahead.py).
+    reserve_gib None means RESERVE_GIB. landing: buffers for experts that come over the link in a decode
+    step. ahead: experts that are fetched before their layer is planned, in a step of one row; with one more,
+    for steps of several, each takes two buffers (look_ahead.py).
     """
 
     reserve_gib: float | None = None
@@ -97,8 +97,8 @@ def plan_vram(
     """Divide free_bytes. Raises MachineError when not even one chunk of slots fits.
 
     free_bytes: measured once everything but the expert cache is allocated. chunk_slots: slots of one
-    allocation; fewer where no more may be taken. page_bytes: of
-    free_bytes, what the KV cache will take when it fills; what of it is no whole chunk is not for slots.
+    allocation; fewer where no more may be taken. page_bytes: of free_bytes, what the KV cache will take when
+    it fills; what of it is no whole chunk is not for slots.
     """
     options = options or VramOptions()
     size = geometry.expert_bytes
@@ -110,7 +110,7 @@ def plan_vram(
     by_memory = max(0, free_bytes - page_bytes - reserve - landing_bytes) // size
     chunks = min(by_memory, limit) // chunk_slots
     if chunks < 1:
-        there = (free_bytes - page_bytes) / GIB
+        there = max(0, free_bytes - page_bytes) / GIB
         raise MachineError(
             f"no room for the expert cache: {there:.2f} GiB of VRAM free, {reserve / GIB:.2f} "
             f"reserved, {landing_bytes / GIB:.2f} for landing, {chunk_bytes / GIB:.2f} needed for "
@@ -127,7 +127,7 @@ def plan_vram(
         f"{num_slots} slots of {size} B in {num_slots // chunk_slots} chunks; "
         + (
             "memory"
-            if by_memory <= limit
+            if limit - num_slots >= chunk_slots
             else "all experts fit"
             if limit == geometry.num_keys
             else "the limit"

@@ -135,4 +135,5 @@ def test_no_page_slots_beyond_the_experts_that_there_are() -> None:
     assert (plan.num_slots, plan.page_slots) == (FULL.num_keys // 16 * 16, 0)
     limited = plan_vram(FULL, 14 * GIB, "fast", VramOptions(max_slots=1300), page_bytes=2 * GIB)
     assert limited.num_slots == 1296
+    assert "the limit decides" in " ".join(line.reason for line in limited.lines)
     assert limited.page_slots < 16 * 16

@@ -21,7 +21,7 @@ def find_blocks(device: torch.device) -> DriverBlocks | None:
         source = DriverBlocks(device, open_driver())
         source.try_out()
         return source
-    except MachineError as error:
+    except (MachineError, torch.OutOfMemoryError) as error:
         logger.warning("the KV cache has all its memory from the start: %s", error)
         return None
 
