@@ -20,6 +20,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     gates=N                1: a KDA layer's gates beside its projection; 0: behind it
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
+    prompts=24+96          in place of steps: the first token of prompts of so many tokens, three of each
+    cpuprompt=N            of the options' --ct-prefill: prompts of up to so many tokens
 
 Steps are captured anew for each. The cache stays as the one before left it, so name the first variant again
 at the end. --out NAME keeps a trace of each variant's first width as NAME.VARIANT.json.gz, and all figures
@@ -34,7 +36,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from bench.mailbox import read_rate
 from bench.profile import cut_steps, read_events, summarize
 from glm53srv.bench_model.command import build_engine
 from glm53srv.bench_model.driver import Driver
-from glm53srv.bench_model.measures import measure_decode
+from glm53srv.bench_model.measures import measure_decode, measure_prefill
 from glm53srv.bench_model.options import BenchOptions, parse_options
 from glm53srv.engine.cuda.engine import CudaEngine
 from glm53srv.engine.cuda.synthetic_plan import require_host_memory
@@ -59,6 +61,8 @@ from glm53srv.offload.device.cpus import choose_cpus
 from glm53srv.offload.device.gpu.copy_kernel import USUAL, CopyShape
 
 PROFILED_STEPS = 8
+PROMPTS = 3
+"""Of each length."""
 READ_BYTES = 4 * 10**9
 """Of host memory, to see what it gives on this start: link and CPU workers share it."""
 SPLITS = ("parts", "whole")
@@ -73,6 +77,7 @@ NUMBERS = {
     "overlap": 0,
     "full": 0,
     "pieces": 0,
+    "cpuprompt": 0,
 }
 """With the least that each may be. Offers keep their number: residency cannot change its mind about them."""
 COSTS = {"a": "cpu_fixed_ms", "b": "cpu_expert_ms", "tzc": "zero_copy_ms"}
@@ -90,6 +95,7 @@ class Variant:
     isa: Isa | None
     streams: tuple[int, ...] | None
     split: str | None
+    prompts: tuple[int, ...] | None
 
 
 def parse_shape(text: str) -> CopyShape:
@@ -108,7 +114,7 @@ def parse_variant(text: str) -> Variant:
     name, _, rest = text.partition(":")
     numbers: dict[str, int] = {}
     costs: dict[str, float] = {}
-    copies, isa, streams, split = None, None, None, None
+    copies, isa, streams, split, prompts = None, None, None, None, None
     for pair in filter(None, (part.strip() for part in rest.split(","))):
         key, _, value = pair.partition("=")
         try:
@@ -126,13 +132,15 @@ def parse_variant(text: str) -> Variant:
                 split = SPLITS[SPLITS.index(value)]
             elif key == "streams":
                 streams = tuple(int(width) for width in value.split("+"))
+            elif key == "prompts":
+                prompts = tuple(int(tokens) for tokens in value.split("+"))
             else:
                 raise BadInput(f"--vary {text!r}: no setting {key!r}")
         except (ValueError, KeyError) as error:
             raise BadInput(f"--vary {text!r}: {pair!r} cannot be read: {error}") from error
     if not name.strip():
         raise BadInput(f"--vary {text!r}: a variant needs a name, as in 'base:'")
-    return Variant(name.strip(), numbers, costs, copies, isa, streams, split)
+    return Variant(name.strip(), numbers, costs, copies, isa, streams, split, prompts)
 
 
 class Bench:
@@ -154,6 +162,7 @@ class Bench:
         offload.layers.copy_shape = variant.copies or USUAL
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
         offload.counts_overlap = numbers.get("overlap", 1) > 0
+        offload.cpu_prefill_tokens = numbers.get("cpuprompt", self.options.ct_prefill)
         with torch.inference_mode():  # as in a step
             engine.pages.hold(engine.limits.num_pages if numbers.get("full", 0) else 0)
             engine.pages.shrink()
@@ -173,6 +182,10 @@ class Bench:
     def measure(self, variant: Variant, trace: Path) -> dict[str, Any]:
         """Time steps of each width, profile those of the first one into trace."""
         found: dict[str, Any] = {}
+        if variant.prompts is not None:
+            for num_tokens in variant.prompts:
+                found[f"prompt_{num_tokens}"] = self._time_prompts(variant.name, num_tokens)
+            return found
         widths = variant.streams or self.options.streams
         for width in widths:
             before = self.engine.offload.counts.frozen()
@@ -193,6 +206,15 @@ class Bench:
             say(f"    costs {found['costs']}")
         if widths[0] in self.engine.captured_widths:
             found["parts"] = self._profile(widths[0], trace)
+        return found
+
+    def _time_prompts(self, name: str, num_tokens: int) -> dict[str, Any]:
+        lane = self.engine.offload.prefill_lane
+        before = asdict(lane.work) if lane is not None else {}
+        found: dict[str, Any] = {"first_token_s": measure_prefill(self.driver, num_tokens, PROMPTS)}
+        if lane is not None:
+            found |= {key: (value - before[key]) / PROMPTS for key, value in asdict(lane.work).items()}
+        say(f"{name} p{num_tokens}: {found}")
         return found
 
     def _profile(self, width: int, trace: Path) -> dict[str, float]:

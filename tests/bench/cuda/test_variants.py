@@ -35,6 +35,12 @@ def test_shapes_of_the_copying_kernels_are_programs_warps_and_items() -> None:
     assert found.numbers == {"byrow": 4, "across": 0, "launches": 1}
 
 
+def test_prompts_take_the_place_of_steps() -> None:
+    found = parse_variant("short: prompts=24+96,cpuprompt=0")
+    assert found.prompts == (24, 96)
+    assert found.numbers == {"cpuprompt": 0}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -50,7 +50,7 @@ def test_gpu_and_cpu_make_the_whole_layer(arena: ExpertArena, lane: PrefillLane,
     error = np.linalg.norm(out.numpy() - whole) / np.linalg.norm(whole)
     assert error < 2e-3  # the workers' products have 16-bit activations
     assert np.linalg.norm(gpu - whole) / np.linalg.norm(whole) > 0.05  # there was something to add
-    assert lane.num_experts == len(np.unique(chosen[changed]))
+    assert lane.work.num_experts == len(np.unique(chosen[changed]))
 
 
 def test_a_layer_whose_experts_are_all_in_vram_is_left_alone(arena: ExpertArena, lane: PrefillLane) -> None:

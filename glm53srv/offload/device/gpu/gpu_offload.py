@@ -89,6 +89,7 @@ class GpuOffload:
         self.policy = ResidencyPolicy(geometry, plan.num_slots, residency)
         self.store = GpuSlots(arena, plan.num_slots, plan.chunk_slots, device, poisons=poisons)
         self.prefill_lane = prefill_lane
+        self.cpu_prefill_tokens = options.cpu_prefill_tokens  # another number for measurements
         self._is_shared = False  # the CPU computes a part of the chunk that runs
         self.counts = Counts()
         self.last_picks: NDArray[np.int32] | None = None  # of the newest step read, until the next is
@@ -174,9 +175,7 @@ class GpuOffload:
         """Borrow slots for a prefill chunk, and for staging it if it is long enough: see stage_chunk."""
         is_staging = self.loans.begin(num_tokens)
         self._is_shared = (
-            self.prefill_lane is not None
-            and not is_staging
-            and num_tokens <= self._options.cpu_prefill_tokens
+            self.prefill_lane is not None and not is_staging and num_tokens <= self.cpu_prefill_tokens
         )
 
     def stage_chunk(self) -> None:

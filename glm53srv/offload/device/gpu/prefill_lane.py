@@ -11,8 +11,10 @@ moment.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,21 @@ from glm53srv.offload.prefill_split import split_prefill
 NUM_KEPT = 8
 """Three arrays a layer, of which the sums have megabytes; the next layer's picks are waited for behind
 them."""
+
+
+@dataclass(slots=True)
+class PrefillWork:
+    """Sums since the start. num_experts: distinct ones of each job; num_visits: (row, expert) pairs.
+
+    In s: job_s computing, asked_s the host's wait for picks and input, waited_s its wait for sums.
+    """
+
+    num_jobs: int = 0
+    num_experts: int = 0
+    num_visits: int = 0
+    job_s: float = 0.0
+    asked_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class PrefillLane:
@@ -46,7 +63,7 @@ class PrefillLane:
         self._caller = ThreadPoolExecutor(1, "prefill-lane")
         self._reader = HostReader(NUM_KEPT)
         self._job: Future[NDArray[np.float32]] | None = None
-        self.num_experts = 0
+        self.work = PrefillWork()
 
     def take(
         self,
@@ -62,23 +79,19 @@ class PrefillLane:
         x: float16 (rows, hidden). picks: int64, weights: float16 (rows, top_k). table: int32 (experts,), the
         layer's row of the residency table, -1 for what is not in VRAM.
         """
+        begin = time.perf_counter()
         chosen = picks.cpu().numpy()
         split = split_prefill(chosen, table >= 0, costs)
         if split is None:
+            self.work.asked_s += time.perf_counter() - begin
             return
-        self.num_experts += len(np.unique(chosen[split.on_cpu]))
         factors = weights.cpu()
         rows = x.cpu().float().numpy()
-        self._job = self._caller.submit(
-            self._pool.experts,
-            rows,
-            self._arena.table(layer),
-            split.cpu_picks,
-            factors.float().numpy(),
-            self._limit,
-            Clamp.ACTIVATION,
-            Precision.FAST16,
-        )
+        self.work.asked_s += time.perf_counter() - begin
+        self.work.num_jobs += 1
+        self.work.num_experts += len(np.unique(chosen[split.on_cpu]))
+        self.work.num_visits += int(np.count_nonzero(split.on_cpu))
+        self._job = self._caller.submit(self._compute, layer, rows, split.cpu_picks, factors.float().numpy())
         self._reader.send(split.gpu_picks, picks)
         self._reader.send(np.where(split.on_cpu, np.float16(0), factors.numpy()), weights)
 
@@ -88,7 +101,10 @@ class PrefillLane:
         if job is None:
             return
         partial = torch.empty_like(out)
-        self._reader.send(job.result(), partial)
+        begin = time.perf_counter()
+        sums = job.result()
+        self.work.waited_s += time.perf_counter() - begin
+        self._reader.send(sums, partial)
         out += partial
 
     def drop(self) -> None:
@@ -102,6 +118,17 @@ class PrefillLane:
         self.drop()
         self._caller.shutdown()
         self._pool.close()
+
+    def _compute(
+        self, layer: int, rows: NDArray[np.float32], picks: NDArray[np.int32], factors: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        begin = time.perf_counter()
+        table = self._arena.table(layer)
+        sums = self._pool.experts(
+            rows, table, picks, factors, self._limit, Clamp.ACTIVATION, Precision.FAST16
+        )
+        self.work.job_s += time.perf_counter() - begin
+        return sums
 
 
 def make_lane(arena: ExpertArena, options: Any, limit: float) -> PrefillLane | None:
