@@ -402,7 +402,12 @@ int32_t glm53_mailbox_init(void *memory, const glm53_mailbox_shape *shape);
  * posted job, now and later, with status GLM53_STALLED, so that nobody waits for ever. A failed crew computes
  * nothing more. Memory: the mailbox and everything the table points to must outlive the crew.
  *
- * Threads: post, next_seq and wait belong to the producer's thread; the others may be called from any. */
+ * An errand is a job of any number of rows whose arrays stay where they are, for a host that has work for the
+ * same threads between two steps: another pool on their CPUs would run beside polling ones. The lead does it
+ * when no mail is waiting, and looks at no mail meanwhile. The watchdog gives it ten times deadline_ms.
+ *
+ * Threads: post, next_seq, wait, begin and finish belong to the producer's thread; the others may be called
+ * from any. */
 typedef struct glm53_crew glm53_crew;
 
 typedef int32_t (*glm53_compute_fn)(void *context, const glm53_expert_job *job);
@@ -463,6 +468,15 @@ int32_t glm53_crew_post(glm53_crew *crew, const glm53_mail *mail, uint32_t *seq)
 /* Wait for `done` of a posted job; gives its status. GLM53_STALLED when the crew failed, or did not answer
  * within timeout_ms. */
 int32_t glm53_crew_wait(glm53_crew *crew, uint32_t seq, int32_t timeout_ms);
+
+/* Hand an errand to the crew: x, picks, weights, y, rows and num_picks of the job, whose arrays must stay
+ * until finish has given another status than GLM53_STALLED; the rest is the crew's, with the experts of this
+ * layer. GLM53_BUSY if one was begun and not finished. */
+int32_t glm53_crew_begin(glm53_crew *crew, int32_t layer, const glm53_expert_job *job);
+
+/* Wait for the errand; gives its status, and in *elapsed_ns, if that is no NULL, the time of its computation.
+ * GLM53_STALLED when the crew failed; GLM53_BAD_ARGUMENT without an errand. */
+int32_t glm53_crew_finish(glm53_crew *crew, int64_t *elapsed_ns);
 
 /* GLM53_OK, GLM53_STALLED for a failed crew, or the first status that was not GLM53_OK. */
 int32_t glm53_crew_check(const glm53_crew *crew);

@@ -10,6 +10,13 @@
 
 enum { RUNNING = 0, FAILED = 1, CLOSING = 2 };
 
+/* Of an errand. The producer goes from NONE to BEGUN and from ENDED to NONE, the lead from BEGUN to TAKEN and
+ * from there to ENDED. */
+enum { ERRAND_NONE = 0, ERRAND_BEGUN = 1, ERRAND_TAKEN = 2, ERRAND_ENDED = 3 };
+
+/* What the watchdog grants one, in deadlines: a layer of a whole prompt on few slow cores takes a second. */
+enum { ERRAND_DEADLINES = 10 };
+
 static const int64_t MS_NS = 1000000;
 
 /* Rounds between two looks at the clock: about 2 microseconds at a pause of 40 cycles. */
@@ -36,6 +43,10 @@ struct glm53_crew {
     _Alignas(64) atomic_uint next_seq;
     _Alignas(64) atomic_uint bell;
     bed lead_bed, done_bed, watchdog_bed;
+    glm53_expert_job errand; /* the producer's while NONE or ENDED, the lead's otherwise */
+    int64_t errand_ns;       /* likewise */
+    int32_t errand_status;   /* likewise */
+    _Alignas(64) atomic_int errand_state;
     atomic_llong num_jobs, num_empty, num_picks, num_experts, num_blocks, busy_ns, num_parks;
     int32_t num_pinned;
 };
@@ -89,6 +100,19 @@ static inline bool is_posted(const glm53_crew *crew, uint32_t seq) {
 
 static inline bool is_done(const glm53_crew *crew, uint32_t seq) {
     return __atomic_load_n(glm53_mail_word(cell_of(crew, seq), GLM53_MAIL_DONE), __ATOMIC_SEQ_CST) == seq;
+}
+
+static inline bool has_errand(const glm53_crew *crew) {
+    return atomic_load(&crew->errand_state) == ERRAND_BEGUN;
+}
+
+/* What a job of some layer has from the crew. */
+static inline void equip_job(const glm53_crew *crew, int32_t layer, glm53_expert_job *job) {
+    job->table = crew->config.table + (size_t)layer * (size_t)crew->config.num_experts;
+    job->num_experts = crew->config.num_experts;
+    job->precision = crew->config.precision;
+    job->clamp = crew->config.clamp;
+    job->limit = crew->config.limit;
 }
 
 static inline void note_error(glm53_crew *crew, int32_t status) {

@@ -11,14 +11,29 @@ static void park(glm53_crew *crew, uint32_t seq, unsigned bell) {
     atomic_fetch_add(&crew->num_parks, 1);
     pthread_mutex_lock(&b->mutex);
     atomic_fetch_add(&b->num_sleepers, 1);
-    while (atomic_load(&crew->bell) == bell && !is_posted(crew, seq) && is_running(crew)) {
+    while (atomic_load(&crew->bell) == bell && !is_posted(crew, seq) && !has_errand(crew) &&
+           is_running(crew)) {
         bed_sleep_until(b, now_ns() + PARKED_LOOK_NS);
     }
     atomic_fetch_sub(&b->num_sleepers, 1);
     pthread_mutex_unlock(&b->mutex);
 }
 
-/* False when the crew no longer runs. */
+static int32_t compute(glm53_crew *crew, const glm53_expert_job *job) {
+    if (crew->config.compute) return crew->config.compute(crew->config.context, job);
+    return glm53_experts(crew->pool, job);
+}
+
+static void run_errand(glm53_crew *crew) {
+    atomic_store(&crew->errand_state, ERRAND_TAKEN);
+    int64_t begin_ns = now_ns();
+    crew->errand_status = compute(crew, &crew->errand);
+    crew->errand_ns = now_ns() - begin_ns;
+    atomic_store(&crew->errand_state, ERRAND_ENDED);
+    if (bed_wake(&crew->done_bed)) sched_yield();
+}
+
+/* False when the crew no longer runs. Does errands meanwhile. */
 static bool await_post(glm53_crew *crew, uint32_t seq) {
     uint8_t *cell = cell_of(crew, seq);
     unsigned bell = atomic_load(&crew->bell);
@@ -28,11 +43,15 @@ static bool await_post(glm53_crew *crew, uint32_t seq) {
             cpu_relax();
         }
         if (!is_running(crew)) return false;
+        if (has_errand(crew)) {
+            run_errand(crew);
+            since = now_ns();
+        }
         if (now_ns() - since < (int64_t)crew->config.poll_us * 1000) continue;
         park(crew, seq, bell);
         bell = atomic_load(&crew->bell);
         /* The bell rings before a step: its first job should not have to wait for sleeping workers. */
-        if (is_running(crew) && !is_posted(crew, seq)) glm53_pool_rouse(crew->pool);
+        if (is_running(crew) && !is_posted(crew, seq) && !has_errand(crew)) glm53_pool_rouse(crew->pool);
         since = now_ns();
     }
 }
@@ -51,11 +70,7 @@ static int32_t read_job(glm53_crew *crew, uint8_t *cell, glm53_expert_job *job) 
     if (job->num_picks < 1 || job->num_picks > crew->shape.max_picks) return GLM53_BAD_ARGUMENT;
     if (layer < 0 || layer >= crew->config.num_layers) return GLM53_BAD_ARGUMENT;
     if (kind != GLM53_X_F32 && kind != GLM53_X_F16) return GLM53_BAD_ARGUMENT;
-    job->table = crew->config.table + (size_t)layer * (size_t)crew->config.num_experts;
-    job->num_experts = crew->config.num_experts;
-    job->precision = crew->config.precision;
-    job->clamp = crew->config.clamp;
-    job->limit = crew->config.limit;
+    equip_job(crew, layer, job);
     job->picks = (const int32_t *)(const void *)(cell + GLM53_MAIL_PICKS);
     job->weights = (const float *)(const void *)(cell + crew->layout.weights_offset);
     job->y = (float *)(void *)(cell + crew->layout.y_offset);
@@ -87,11 +102,6 @@ static pick_count count_picks(const glm53_expert_job *job) {
         count.blocks += is_part ? job->part_end : blocks;
     }
     return count;
-}
-
-static int32_t compute(glm53_crew *crew, const glm53_expert_job *job) {
-    if (crew->config.compute) return crew->config.compute(crew->config.context, job);
-    return glm53_experts(crew->pool, job);
 }
 
 /* False if the crew stopped meanwhile: then the job is not the lead's to answer any more. */

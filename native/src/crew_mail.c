@@ -57,6 +57,40 @@ int32_t glm53_crew_wait(glm53_crew *crew, uint32_t seq, int32_t timeout_ms) {
     return is_done(crew, seq) ? answer_of(crew, seq) : GLM53_STALLED;
 }
 
+int32_t glm53_crew_begin(glm53_crew *crew, int32_t layer, const glm53_expert_job *job) {
+    if (!crew || !job || layer < 0 || layer >= crew->config.num_layers) return GLM53_BAD_ARGUMENT;
+    if (atomic_load(&crew->state) == FAILED) return GLM53_STALLED;
+    if (atomic_load(&crew->errand_state) != ERRAND_NONE) return GLM53_BUSY;
+    crew->errand = (glm53_expert_job){.x = job->x,
+                                      .picks = job->picks,
+                                      .weights = job->weights,
+                                      .y = job->y,
+                                      .rows = job->rows,
+                                      .num_picks = job->num_picks};
+    equip_job(crew, layer, &crew->errand);
+    atomic_store(&crew->errand_state, ERRAND_BEGUN);
+    glm53_crew_ring(crew);
+    return GLM53_OK;
+}
+
+int32_t glm53_crew_finish(glm53_crew *crew, int64_t *elapsed_ns) {
+    if (!crew || atomic_load(&crew->errand_state) == ERRAND_NONE) return GLM53_BAD_ARGUMENT;
+    bed *b = &crew->done_bed;
+    pthread_mutex_lock(&b->mutex);
+    atomic_fetch_add(&b->num_sleepers, 1);
+    /* The watchdog ends this, and looks as often. */
+    while (atomic_load(&crew->errand_state) != ERRAND_ENDED && is_running(crew)) {
+        bed_sleep_until(b, now_ns() + crew->config.deadline_ms * MS_NS);
+    }
+    atomic_fetch_sub(&b->num_sleepers, 1);
+    pthread_mutex_unlock(&b->mutex);
+    if (!is_running(crew)) return GLM53_STALLED;
+    if (elapsed_ns) *elapsed_ns = crew->errand_ns;
+    int32_t status = crew->errand_status;
+    atomic_store(&crew->errand_state, ERRAND_NONE);
+    return status;
+}
+
 int32_t glm53_crew_check(const glm53_crew *crew) {
     return crew ? atomic_load(&crew->first_error) : GLM53_BAD_ARGUMENT;
 }

@@ -14,11 +14,18 @@ static uint32_t answer_stalled(glm53_crew *crew, uint32_t seq) {
     return seq;
 }
 
+/* Mail waits for as long as an errand is done; the errand is watched then. */
+static bool is_late(const glm53_crew *crew, int64_t mail_since, int64_t errand_since) {
+    int64_t deadline_ns = crew->config.deadline_ms * MS_NS;
+    if (errand_since) return now_ns() - errand_since >= ERRAND_DEADLINES * deadline_ns;
+    return now_ns() - mail_since >= deadline_ns;
+}
+
 void *glm53_crew_watchdog(void *argument) {
     glm53_crew *crew = argument;
-    int64_t deadline_ns = crew->config.deadline_ms * MS_NS, tick_ns = deadline_ns / 8;
+    int64_t tick_ns = crew->config.deadline_ms * MS_NS / 8;
     uint32_t seq = atomic_load(&crew->next_seq), answered = 0;
-    int64_t since = now_ns();
+    int64_t since = now_ns(), errand_since = 0;
     bed *b = &crew->watchdog_bed;
     pthread_mutex_lock(&b->mutex);
     atomic_fetch_add(&b->num_sleepers, 1);
@@ -29,13 +36,18 @@ void *glm53_crew_watchdog(void *argument) {
             continue;
         }
         uint32_t current = atomic_load(&crew->next_seq);
-        if (current != seq || !is_posted(crew, seq) || is_done(crew, seq)) {
+        int errand = atomic_load(&crew->errand_state);
+        bool is_errand = errand == ERRAND_BEGUN || errand == ERRAND_TAKEN;
+        if (is_errand || current != seq || !is_posted(crew, seq) || is_done(crew, seq)) {
             seq = current;
             since = now_ns();
-            continue;
+            errand_since = !is_errand ? 0 : errand_since ? errand_since : since;
+            if (!is_errand) continue;
+        } else {
+            errand_since = 0;
         }
         int running = RUNNING;
-        if (now_ns() - since < deadline_ns) continue;
+        if (!is_late(crew, since, errand_since)) continue;
         if (!atomic_compare_exchange_strong(&crew->state, &running, FAILED)) continue;
         note_error(crew, GLM53_STALLED);
         answered = answer_stalled(crew, seq);

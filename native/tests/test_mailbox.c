@@ -3,6 +3,7 @@
  *
  *     test_mailbox [jobs]     how many jobs the first test sends, 20,000 by default */
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <time.h>
@@ -365,6 +366,81 @@ static void test_bell_without_a_job_does_no_harm(void) {
     close_office(&o);
 }
 
+/* ---- errands ---- */
+
+enum { ERRAND_ROWS = 40 };
+
+/* Of more rows than the mailbox holds, and as the pool computes it. */
+static void check_errand(glm53_crew *crew, const office *o, glm53_pool *pool, int32_t layer, uint32_t *seed) {
+    int32_t rows = 1 + (int32_t)(next_random(seed) % ERRAND_ROWS);
+    float *x = random_floats(seed, (size_t)rows * HIDDEN),
+          *weights = random_floats(seed, (size_t)rows * PICKS);
+    int32_t picks[ERRAND_ROWS * PICKS];
+    for (int32_t i = 0; i < rows * PICKS; i++) picks[i] = (int32_t)(next_random(seed) % (EXPERTS + 1)) - 1;
+    float expected[ERRAND_ROWS * HIDDEN], found[ERRAND_ROWS * HIDDEN];
+    glm53_expert_job job = {.table = o->table + layer * EXPERTS, .x = x, .picks = picks, .weights = weights};
+    job.y = expected;
+    job.num_experts = EXPERTS;
+    job.rows = rows;
+    job.num_picks = PICKS;
+    job.precision = GLM53_FAST16;
+    job.clamp = GLM53_CLAMP_ACTIVATION;
+    job.limit = 2.0f;
+    CHECK(glm53_experts(pool, &job) == GLM53_OK);
+    glm53_expert_job errand = {.x = x, .picks = picks, .weights = weights, .y = found};
+    errand.rows = rows;
+    errand.num_picks = PICKS;
+    CHECK(glm53_crew_begin(crew, layer, &errand) == GLM53_OK);
+    CHECK(glm53_crew_begin(crew, layer, &errand) == GLM53_BUSY);
+    int64_t elapsed_ns = 0;
+    CHECK(glm53_crew_finish(crew, &elapsed_ns) == GLM53_OK && elapsed_ns > 0);
+    CHECK(memcmp(found, expected, (size_t)rows * HIDDEN * sizeof(float)) == 0);
+    free(x);
+    free(weights);
+}
+
+static void test_errands_between_mail_are_those_of_the_kernels(void) {
+    office o = open_office(7);
+    uint32_t seed = 23;
+    glm53_crew_config config = configure(&o);
+    config.precision = GLM53_FAST16;
+    config.clamp = GLM53_CLAMP_ACTIVATION;
+    config.limit = 2.0f;
+    glm53_crew *crew = hire(&config);
+    glm53_pool *pool = make_pool(1, GLM53_ISA_AUTO);
+    for (int32_t i = 0; i < 60; i++) {
+        check_errand(crew, &o, pool, i % LAYERS, &seed);
+        if (i % 3 == 0) check_against_pool(crew, &o, pool, i % LAYERS, GLM53_FAST16, &seed);
+        if (i % 20 == 7)
+            nanosleep(&(struct timespec){.tv_nsec = 3000000}, NULL); /* longer than poll_us: it parks */
+    }
+    glm53_crew_stats stats;
+    CHECK(glm53_crew_describe(crew, &stats) == GLM53_OK && stats.num_jobs == 20);
+    glm53_pool_destroy(pool);
+    CHECK(glm53_crew_destroy(crew) == GLM53_OK);
+    close_office(&o);
+}
+
+static void test_impossible_errands_are_refused(void) {
+    office o = open_office(0);
+    glm53_crew_config config = configure(&o);
+    glm53_crew *crew = hire(&config);
+    float x[HIDDEN] = {0}, y[HIDDEN], weight = 1.0f;
+    int32_t pick = EXPERTS;
+    glm53_expert_job errand = {.x = x, .picks = &pick, .weights = &weight, .y = y, .rows = 1, .num_picks = 1};
+    CHECK(glm53_crew_finish(crew, NULL) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_crew_begin(crew, LAYERS, &errand) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_crew_begin(crew, 0, NULL) == GLM53_BAD_ARGUMENT);
+    CHECK(glm53_crew_begin(crew, 0, &errand) == GLM53_OK);
+    CHECK(glm53_crew_finish(crew, NULL) == GLM53_BAD_PICK);
+    CHECK(glm53_crew_check(crew) == GLM53_OK); /* it is told to who waits, and is no fault of the crew */
+    pick = 0;
+    CHECK(glm53_crew_begin(crew, 0, &errand) == GLM53_OK);
+    CHECK(glm53_crew_finish(crew, NULL) == GLM53_OK);
+    CHECK(glm53_crew_destroy(crew) == GLM53_OK);
+    close_office(&o);
+}
+
 /* ---- faults ---- */
 
 typedef struct {
@@ -425,6 +501,34 @@ static void test_stalled_worker_is_an_error(void) {
     glm53_crew *crew = hire(&config);
     expect_stall(crew);
     open_gate(&g); /* the lead wakes late and must keep silent */
+    CHECK(glm53_crew_destroy(crew) == GLM53_OK);
+    close_office(&o);
+}
+
+/* An errand has ten deadlines, and mail behind it as long. */
+static void test_stalled_errand_is_an_error(void) {
+    office o = open_office(0);
+    gate g = {.mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+    glm53_crew_config config = configure(&o);
+    config.compute = wait_at_gate;
+    config.context = &g;
+    config.deadline_ms = 40;
+    glm53_crew *crew = hire(&config);
+    float x[HIDDEN] = {0}, y[HIDDEN], weight = 1.0f;
+    int32_t pick = 0;
+    glm53_expert_job errand = {.x = x, .picks = &pick, .weights = &weight, .y = y, .rows = 1, .num_picks = 1};
+    double begin_s = now_s();
+    CHECK(glm53_crew_begin(crew, 0, &errand) == GLM53_OK);
+    while (now_s() - begin_s < 0.02) sched_yield(); /* the lead has it */
+    glm53_mail mail = {x, &pick, &weight, 0, 1, 1, 0, 0};
+    uint32_t seq;
+    CHECK(glm53_crew_post(crew, &mail, &seq) == GLM53_OK);
+    CHECK(glm53_crew_finish(crew, NULL) == GLM53_STALLED);
+    CHECK(now_s() - begin_s >= 0.4 && now_s() - begin_s < 2.0);
+    CHECK(glm53_crew_wait(crew, seq, LONG_MS) == GLM53_STALLED);
+    CHECK(glm53_crew_begin(crew, 0, &errand) == GLM53_STALLED);
+    CHECK(glm53_crew_check(crew) == GLM53_STALLED);
+    open_gate(&g);
     CHECK(glm53_crew_destroy(crew) == GLM53_OK);
     close_office(&o);
 }
@@ -504,7 +608,10 @@ int main(int argc, char **argv) {
     test_malformed_jobs_are_answered_with_an_error();
     test_parked_crew_wakes_and_missed_doorbell_loses_nothing();
     test_bell_without_a_job_does_no_harm();
+    test_errands_between_mail_are_those_of_the_kernels();
+    test_impossible_errands_are_refused();
     test_stalled_worker_is_an_error();
+    test_stalled_errand_is_an_error();
     test_dead_worker_is_an_error();
 #if !defined(__SANITIZE_THREAD__)
     test_ending_a_crew_that_hangs_returns();

@@ -223,3 +223,51 @@ def test_places_are_those_of_the_header() -> None:
 
 def _offers(isa: Isa) -> bool:
     return isa in open_library().features().isas
+
+
+@pytest.mark.parametrize("rows", [1, 9, 33])
+def test_an_errand_has_the_kernels_sums(
+    arena: ExpertArena, crew: Crew, precision: Precision, rows: int
+) -> None:
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, HIDDEN)).astype(np.float32)
+    picks = rng.integers(-1, arena.geometry.num_experts, (rows, TOP_K), dtype=np.int32)
+    weights = rng.uniform(size=(rows, TOP_K)).astype(np.float32)
+    crew.begin(1, x, picks, weights)
+    with pytest.raises(ValueError, match="already"):
+        crew.begin(1, x, picks, weights)
+    sums, elapsed_ms = crew.finish()
+    with KernelPool(1) as pool:
+        expected = pool.experts(x, arena.table(1), picks, weights, 10.0, Clamp.ACTIVATION, precision)
+    assert np.array_equal(sums, expected)
+    assert elapsed_ms > 0
+    layer, x, picks, weights = random_job(rng, arena)
+    assert crew.wait(crew.post(layer, x, picks, weights), len(x)).shape == x.shape  # mail goes on
+
+
+def test_impossible_errands_are_refused(arena: ExpertArena, crew: Crew) -> None:
+    x, weights = np.zeros((2, HIDDEN), np.float32), np.ones((2, TOP_K), np.float32)
+    picks = np.zeros((2, TOP_K), np.int32)
+    with pytest.raises(ValueError, match="no errand"):
+        crew.finish()
+    with pytest.raises(ValueError, match="rows with"):
+        crew.begin(0, x[:, :-1], picks, weights)
+    with pytest.raises(ValueError, match="do not fit"):
+        crew.begin(0, x, picks[:1], weights)
+    with pytest.raises(EngineError, match="refused an errand"):
+        crew.begin(99, x, picks, weights)
+    crew.begin(0, x, np.full_like(picks, arena.geometry.num_experts), weights)
+    with pytest.raises(EngineError, match="refused an errand"):
+        crew.finish()
+    crew.begin(0, x, picks, weights)
+    assert crew.finish()[0].shape == x.shape
+
+
+def test_a_crew_that_is_closed_ends_its_errand(arena: ExpertArena, mailbox: Mailbox) -> None:
+    rng = np.random.default_rng(0)
+    made = Crew(arena, mailbox, CrewOptions(1, limit=10.0))
+    rows = 64
+    picks = rng.integers(0, arena.geometry.num_experts, (rows, TOP_K), dtype=np.int32)
+    made.begin(0, np.ones((rows, HIDDEN), np.float32), picks, np.ones((rows, TOP_K), np.float32))
+    made.close()
+    made.close()

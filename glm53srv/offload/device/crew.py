@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from glm53srv.offload.device.mailbox import Mailbox
 from glm53srv.offload.device.region import Region
 
 logger = logging.getLogger(__name__)
+
+Float32 = NDArray[np.float32]
+
+_left_behind: list[Any] = []
+"""Arrays of errands that a hanging thread may still read and write."""
 
 WAIT_MARGIN_MS = 500
 """How much longer a caller waits than the watchdog, which therefore speaks first."""
@@ -66,8 +72,19 @@ class CrewStats:
         return self.busy_ms / self.num_whole if self.num_whole else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A job of any number of rows on its way. sums: float32 (rows, hidden), filled when it is done."""
+
+    x: Float32
+    picks: NDArray[np.int32]
+    weights: Float32
+    sums: Float32
+
+
 class Crew:
-    """Threads that answer a mailbox. post and wait belong to one thread, the engine's.
+    """Threads that answer a mailbox, and do errands between its jobs. post, wait, begin and finish belong to
+    one thread, the engine's.
 
     A crew that fails (a thread stuck or dead) makes wait and check raise EngineError; only close may follow.
     """
@@ -86,6 +103,7 @@ class Crew:
         self._mailbox = mailbox
         self._options = options
         self._num_blocks = arena.layout.num_blocks
+        self._errand: Errand | None = None
         self._table = _copy_table(arena)
         cpus = ffi.NULL if options.cpus is None else ffi.new("int32_t[]", list(options.cpus))
         config = ffi.new("glm53_crew_config *")
@@ -171,6 +189,51 @@ class Crew:
         self._require(self._library.lib.glm53_crew_wait(self._open(), seq, timeout_ms), f"job {seq}")
         return self._mailbox.partial(seq, num_rows)
 
+    def begin(self, layer: int, x: Float32, picks: NDArray[np.int32], weights: Float32) -> None:
+        """Begin an errand: the experts of a layer for any number of rows, by the same threads.
+
+        x: float32 (rows, hidden). picks: int32 (rows, k), an expert of the layer or -1. weights: float32
+        (rows, k). Raises ValueError for shapes, or if one was begun and not finished; EngineError if the crew
+        failed.
+        """
+        hidden = self._mailbox.shape.hidden
+        if x.ndim != 2 or x.shape[1] != hidden or not len(x):
+            raise ValueError(f"x {x.shape} is not of rows with {hidden} values")
+        if picks.shape != weights.shape or picks.ndim != 2 or len(picks) != len(x) or not picks.size:
+            raise ValueError(f"picks {picks.shape} and weights {weights.shape} do not fit {len(x)} rows")
+        if self._errand is not None:
+            raise ValueError("the workers are on an errand already")
+        ffi, lib = self._library.ffi, self._library.lib
+        errand = Errand(
+            np.ascontiguousarray(x, np.float32),
+            np.ascontiguousarray(picks, np.int32),
+            np.ascontiguousarray(weights, np.float32),
+            np.empty((len(x), hidden), np.float32),
+        )
+        job = ffi.new("glm53_expert_job *")
+        job.x = ffi.cast("float *", errand.x.ctypes.data)
+        job.picks = ffi.cast("int32_t *", errand.picks.ctypes.data)
+        job.weights = ffi.cast("float *", errand.weights.ctypes.data)
+        job.y = ffi.cast("float *", errand.sums.ctypes.data)
+        job.rows, job.num_picks = errand.picks.shape
+        self._require(lib.glm53_crew_begin(self._open(), layer, job), "an errand")
+        self._errand = errand
+
+    def finish(self) -> tuple[Float32, float]:
+        """Wait for the errand: float32 (rows, hidden), and the ms of its computing.
+
+        Raises ValueError without one; EngineError if it could not be done, or the crew failed.
+        """
+        errand, self._errand = self._errand, None
+        if errand is None:
+            raise ValueError("the workers are on no errand")
+        elapsed_ns = self._library.ffi.new("int64_t *")
+        status = self._library.lib.glm53_crew_finish(self._open(), elapsed_ns)
+        if status == self._library.lib.GLM53_STALLED:
+            _left_behind.append(errand)
+        self._require(status, "an errand")
+        return errand.sums, elapsed_ns[0] / 1e6
+
     def check(self) -> None:
         """Raise EngineError if a job failed or the crew did: after a step whose jobs a GPU posted."""
         self._require(self._library.lib.glm53_crew_check(self._open()), "a job")
@@ -189,8 +252,14 @@ class Crew:
         )
 
     def close(self) -> None:
-        """End the threads. Idempotent. A thread that hangs is left behind, with the memory that it uses."""
+        """End the threads, behind an errand. Idempotent.
+
+        A thread that hangs is left behind, with the memory that it uses.
+        """
         if self._handle is not None:
+            if self._errand is not None:
+                with contextlib.suppress(EngineError):
+                    self.finish()
             self._handle = None
             self._end()
 
