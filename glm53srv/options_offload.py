@@ -179,7 +179,8 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "int",
         2,
         "experts of the next layer that a GPU's copy engine fetches ahead, beside attention, by a guess of "
-        "what its router will pick, one more beside several streams; each takes two buffers",
+        "what its router will pick, one more in steps of several streams (in fast mode behind latent "
+        "attention only); each takes two buffers",
         "offload",
         minimum=0,
         maximum=4,

@@ -36,7 +36,10 @@ one guess in three is wrong. Three were as good in fast mode and worse in exact.
 slower ones take longer over attention."""
 MORE_AHEAD = 1
 """So many more in steps of several rows, whose attention and experts take longer: of 2 / 4 rows three experts
-gave 25.6 / 24.0 tok/s in exact mode, two 23.1 / 21.5 (one start of an H200, 2026-11-30)."""
+gave 25.6 / 24.0 tok/s in exact mode, two 23.1 / 21.5 (one start of an H200, 2026-11-30). With CPU workers
+only behind a latent attention: what is fetched into the next layer's own time is the link's loss and not
+theirs. 2 / 4 rows gave 49.0, 45.9 / 50.2, 45.0 tok/s so and 45.6, 46.8 / 42.8, 46.7 with one more everywhere
+(one start, 2026-12-01)."""
 
 
 def num_buffers_ahead(num_ahead: int) -> int:

@@ -64,7 +64,9 @@ class DecodeLayers:
         homes = [self.home(layer) for layer in range(geometry.num_layers)]
         size, guessed = arena.layout.record_bytes, (memory.routers, memory.across)
         model = GuessedModel(geometry, size, *guessed, self.slot_rows, homes)
-        self.look_ahead = LookAhead(model, plan.ahead, max_rows, device, self._streams, courier)
+        self.look_ahead = LookAhead(
+            model, plan.ahead, max_rows, device, self._streams, courier, has_workers=lane is not None
+        )
 
     @property
     def has_hits(self) -> bool:
