@@ -210,10 +210,9 @@ class Bench:
 
     def _time_prompts(self, name: str, num_tokens: int) -> dict[str, Any]:
         lane = self.engine.offload.prefill_lane
-        before = asdict(lane.work) if lane is not None else {}
+        before = asdict(lane.work)
         found: dict[str, Any] = {"first_token_s": measure_prefill(self.driver, num_tokens, PROMPTS)}
-        if lane is not None:
-            found |= {key: (value - before[key]) / PROMPTS for key, value in asdict(lane.work).items()}
+        found |= {key: (value - before[key]) / PROMPTS for key, value in asdict(lane.work).items()}
         say(f"{name} p{num_tokens}: {found}")
         return found
 

@@ -7,7 +7,7 @@ fewest rows, as long as that makes the slower of the two lanes faster.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +20,47 @@ one row and 2.73 for four, bench/results/2026-11-29-cpu.md)."""
 JOB_MS = 0.5
 """Fixed time of a layer's job that is counted for picks, input and sums on their way. An estimate."""
 
+PACE_JOBS = 20
+"""Errands after which one counts 1/e: half a prompt of 42 layers."""
+MOST_PACE = 8.0
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillSplit:
-    """A layer's picks, divided. on_cpu: bool (rows, top_k).
+    """A layer's picks, divided. on_cpu: bool (rows, top_k). expected_ms: what the CPU's part should take it.
 
     cpu_picks: int32 (rows, top_k), -1 for what stays on the GPU. gpu_picks: int64 (rows, top_k), where a
     stand-in, with a weight of 0, takes the place of what the CPU computes.
     """
 
     on_cpu: NDArray[np.bool_]
+    expected_ms: float
     cpu_picks: NDArray[np.int32]
     gpu_picks: NDArray[np.int64]
+
+
+def rows_ms(num_rows: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
+    """Give what experts of so many rows each, at least one, take the CPU: ms, of the same shape."""
+    return np.asarray(costs.cpu_expert_ms * (1 + ROW_SHARE * (num_rows - 1)), np.float64)
+
+
+class Pace:
+    """How much longer errands take than costs say, followed from each. Engine thread only.
+
+    Costs are those of decode steps: few rows, beside copies over the link. value: 1 if as long.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def observe(self, expected_ms: float, elapsed_ms: float) -> None:
+        """Take an errand: what it should have taken at pace 1, and what it took."""
+        found = min(max(elapsed_ms / expected_ms, 1 / MOST_PACE), MOST_PACE)
+        self.value += (found - self.value) / PACE_JOBS
+
+    def apply(self, costs: CostModel) -> CostModel:
+        """Give costs at this pace."""
+        return replace(costs, cpu_expert_ms=costs.cpu_expert_ms * self.value)
 
 
 def choose_for_cpu(
@@ -40,7 +69,7 @@ def choose_for_cpu(
     """Choose experts of a layer: bool (experts,). num_rows: rows that picked each expert."""
     candidates = np.flatnonzero((num_rows > 0) & ~is_resident)
     order = candidates[np.argsort(num_rows[candidates], kind="stable")]
-    cpu_ms = JOB_MS + np.cumsum(costs.cpu_expert_ms * (1 + ROW_SHARE * (num_rows[order] - 1)))
+    cpu_ms = JOB_MS + np.cumsum(rows_ms(num_rows[order], costs))
     link_ms = costs.zero_copy_ms * np.arange(len(order) - 1, -1, -1)
     slower = np.concatenate([[costs.zero_copy_ms * len(order)], np.maximum(cpu_ms, link_ms)])
     chosen = np.zeros(len(num_rows), bool)
@@ -66,6 +95,7 @@ def split_prefill(
     stand_in = np.where(on_cpu.all(axis=1), int(np.argmax(kept)), picks[np.arange(len(picks)), place])
     return PrefillSplit(
         on_cpu,
+        float(rows_ms(num_rows[chosen], costs).sum()),
         np.where(on_cpu, picks, -1).astype(np.int32),
         np.where(on_cpu, stand_in[:, None], picks),
     )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from glm53srv.offload.cost import CostModel
-from glm53srv.offload.prefill_split import JOB_MS, ROW_SHARE, choose_for_cpu, split_prefill
+from glm53srv.offload.prefill_split import (
+    JOB_MS,
+    MOST_PACE,
+    ROW_SHARE,
+    Pace,
+    choose_for_cpu,
+    rows_ms,
+    split_prefill,
+)
 
 COSTS = CostModel(cpu_fixed_ms=0.1, cpu_expert_ms=0.17, zero_copy_ms=0.2, vram_expert_ms=0.004)
 
@@ -75,3 +85,31 @@ def test_a_row_that_the_cpu_takes_whole_gets_a_stand_in_that_is_read_anyway() ->
     assert split is not None
     assert split.cpu_picks[0].tolist() == [0, 1]
     assert set(split.gpu_picks[0].tolist()) <= {2, 3}
+
+
+def test_what_the_cpu_should_take_is_told() -> None:
+    picks = np.array([[0, 1], [0, 2], [1, 3]])
+    resident = np.arange(20) == 0
+    split = split_prefill(picks, resident, replace(COSTS, zero_copy_ms=50.0))
+    assert split is not None
+    chosen = np.unique(picks[split.on_cpu])
+    num_rows = np.bincount(picks.reshape(-1))[chosen]
+    assert split.expected_ms == pytest.approx(rows_ms(num_rows, COSTS).sum())
+    assert split.expected_ms > 0
+
+
+def test_a_pace_follows_errands_and_changes_what_the_cpu_gets() -> None:
+    pace = Pace()
+    assert pace.apply(COSTS) == COSTS
+    for _ in range(200):
+        pace.observe(1.0, 3.0)
+    assert pace.value == pytest.approx(3.0, rel=0.01)
+    num_rows, resident = np.ones(60, int), np.zeros(60, bool)
+    slower = choose_for_cpu(num_rows, resident, pace.apply(COSTS)).sum()
+    assert 0 < slower < choose_for_cpu(num_rows, resident, COSTS).sum()
+
+
+def test_a_stall_moves_a_pace_by_a_bounded_step() -> None:
+    pace = Pace()
+    pace.observe(1.0, 10_000.0)
+    assert 1 < pace.value <= 1 + MOST_PACE / 10

@@ -41,7 +41,6 @@ from glm53srv.offload.device.gpu.gpu_probes import GpuProbes
 from glm53srv.offload.device.gpu.launch import power_of_two
 from glm53srv.offload.device.gpu.page_memory import PageMemory
 from glm53srv.offload.device.gpu.page_room import PageRoom
-from glm53srv.offload.device.gpu.prefill_lane import PrefillLane, make_lane
 from glm53srv.offload.device.gpu.registered import RegisteredMemory, device_alias
 from glm53srv.offload.device.layout import sparse_layers
 from glm53srv.offload.device.options import OffloadOptions
@@ -206,13 +205,12 @@ def open_offload(loaded: LoadedModel, options: CudaOptions, fingerprint: str = "
     fingerprint: of the routers, for kept heat. Raises MachineError.
     """
     loan = _probe(loaded, options)
-    lane, prefill_lane, courier = hire(loaded, options), None, None
+    lane, courier = hire(loaded, options), None
     try:
-        prefill_lane = make_lane(loaded.arena, options.offload, loaded.config.swiglu_limit)
         courier = hire_courier(loaded, options)
-        return _open_with(loaded, options, loan, (lane, prefill_lane, courier), fingerprint)
+        return _open_with(loaded, options, loan, (lane, courier), fingerprint)
     except BaseException:
-        for each in (lane, prefill_lane, courier):
+        for each in (lane, courier):
             if each is not None:
                 each.close()
         raise
@@ -222,10 +220,10 @@ def _open_with(
     loaded: LoadedModel,
     options: CudaOptions,
     loan: LoanParams,
-    lanes: tuple[CpuLane | None, PrefillLane | None, Courier | None],
+    lanes: tuple[CpuLane | None, Courier | None],
     fingerprint: str,
 ) -> OpenedOffload:
-    geometry, wanted, (lane, prefill_lane, courier) = loaded.arena.geometry, options.offload, lanes
+    geometry, wanted, (lane, courier) = loaded.arena.geometry, options.offload, lanes
     free, pages = free_vram(loaded.device, options.vram_bytes), loaded.pages
     unmapped = 0 if pages is None else pages.bytes_for(pages.all_pages) - pages.num_bytes
     chunk_slots = wanted.chunk_slots or CHUNK_SLOTS
@@ -240,7 +238,6 @@ def _open_with(
         options.max_streams,
         wanted,
         lane,
-        prefill_lane,
         courier,
         fingerprint=fingerprint,
         poisons=options.poisons,

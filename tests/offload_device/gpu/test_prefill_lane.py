@@ -11,22 +11,29 @@ import torch
 from glm53srv.kernels import Clamp, KernelPool
 from glm53srv.offload.cost import CostModel
 from glm53srv.offload.device.arena import ExpertArena
-from glm53srv.offload.device.gpu.prefill_lane import PrefillLane, make_lane
-from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.device.crew import Crew, CrewOptions
+from glm53srv.offload.device.gpu.prefill_lane import PrefillLane
+from glm53srv.offload.device.mailbox import Mailbox, MailboxShape
 
 HIDDEN, TOP_K, LIMIT = 256, 4, 10.0
 COSTS = CostModel(0.1, 0.2, 0.8, 0.004)
 
 
 @pytest.fixture
-def lane(arena: ExpertArena) -> Iterator[PrefillLane]:
-    made = PrefillLane(arena, 1, None, LIMIT)
-    yield made
-    made.close()
+def lane() -> PrefillLane:
+    return PrefillLane()
+
+
+@pytest.fixture
+def crew(arena: ExpertArena) -> Iterator[Crew]:
+    with Crew(arena, Mailbox(MailboxShape(1, TOP_K, HIDDEN)), CrewOptions(1, limit=LIMIT)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("rows", [2, 9, 40])
-def test_gpu_and_cpu_make_the_whole_layer(arena: ExpertArena, lane: PrefillLane, rows: int) -> None:
+def test_gpu_and_cpu_make_the_whole_layer(
+    arena: ExpertArena, crew: Crew, lane: PrefillLane, rows: int
+) -> None:
     rng = np.random.default_rng(rows)
     experts, layer = arena.geometry.num_experts, 1
     chosen = np.stack([rng.permutation(experts)[:TOP_K] for _ in range(rows)]).astype(np.int64)
@@ -34,7 +41,7 @@ def test_gpu_and_cpu_make_the_whole_layer(arena: ExpertArena, lane: PrefillLane,
     x = rng.normal(size=(rows, HIDDEN)).astype(np.float16)
     table = np.where(rng.random(experts) < 0.3, 5, -1).astype(np.int32)
     picks, weights = torch.from_numpy(chosen.copy()), torch.from_numpy(factors.copy())
-    lane.take(layer, torch.from_numpy(x), picks, weights, table, COSTS)
+    lane.take(crew, layer, torch.from_numpy(x), picks, weights, table, COSTS)
     changed = weights.numpy() == 0
     assert changed.any()
     assert not changed[table[chosen] >= 0].any()  # what is in VRAM stays there
@@ -53,44 +60,43 @@ def test_gpu_and_cpu_make_the_whole_layer(arena: ExpertArena, lane: PrefillLane,
     assert lane.work.num_experts == len(np.unique(chosen[changed]))
 
 
-def test_a_layer_whose_experts_are_all_in_vram_is_left_alone(arena: ExpertArena, lane: PrefillLane) -> None:
+def test_a_layer_whose_experts_are_all_in_vram_is_left_alone(
+    arena: ExpertArena, crew: Crew, lane: PrefillLane
+) -> None:
     experts = arena.geometry.num_experts
     picks = torch.arange(TOP_K)[None].repeat(3, 1)
     weights = torch.full((3, TOP_K), 0.25, dtype=torch.float16)
-    lane.take(0, torch.zeros(3, HIDDEN).half(), picks, weights, np.zeros(experts, np.int32), COSTS)
+    lane.take(crew, 0, torch.zeros(3, HIDDEN).half(), picks, weights, np.zeros(experts, np.int32), COSTS)
     assert weights.eq(0.25).all()
     out = torch.ones(3, HIDDEN)
     lane.add(out)
     assert out.eq(1).all()
 
 
-def test_a_dropped_chunks_job_is_not_added_to_the_next(arena: ExpertArena, lane: PrefillLane) -> None:
+def test_a_dropped_chunks_job_is_not_added_to_the_next(
+    arena: ExpertArena, crew: Crew, lane: PrefillLane
+) -> None:
     experts = arena.geometry.num_experts
     picks = torch.arange(2 * TOP_K).view(2, TOP_K)
     weights = torch.full((2, TOP_K), 0.25, dtype=torch.float16)
     table = np.full(experts, -1, np.int32)
     table[0] = 3
-    lane.take(0, torch.ones(2, HIDDEN).half(), picks, weights, table, COSTS)
+    lane.take(crew, 0, torch.ones(2, HIDDEN).half(), picks, weights, table, COSTS)
     lane.drop()
     out = torch.zeros(2, HIDDEN)
     lane.add(out)
     assert not out.any()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        OffloadOptions(mode="exact", cpu_prefill_tokens=256),
-        OffloadOptions(mode="fast", cpu_prefill_tokens=0),
-        OffloadOptions(mode="fast", cpu_prefill_tokens=256, crew_threads=0),
-    ],
-)
-def test_there_is_no_lane_where_none_is_asked_for(arena: ExpertArena, options: OffloadOptions) -> None:
-    assert make_lane(arena, options, LIMIT) is None
-
-
-def test_a_lane_that_is_asked_for_is_made(arena: ExpertArena) -> None:
-    made = make_lane(arena, OffloadOptions(mode="fast", cpu_prefill_tokens=256, crew_threads=2), LIMIT)
-    assert made is not None
-    made.close()
-    made.close()
+def test_the_pace_follows_the_workers(arena: ExpertArena, crew: Crew, lane: PrefillLane) -> None:
+    experts = arena.geometry.num_experts
+    x, table = torch.ones(2, HIDDEN).half(), np.full(experts, -1, np.int32)
+    table[0] = 3  # the GPU keeps something
+    fast = CostModel(0.1, 1e-9, 0.8, 0.004)  # no worker is as fast as these costs
+    for _ in range(60):
+        picks, weights = torch.arange(2 * TOP_K).view(2, TOP_K), torch.ones(2, TOP_K).half()
+        lane.take(crew, 0, x, picks, weights, table, fast)
+        lane.add(torch.zeros(2, HIDDEN))
+    assert lane.pace > 4
+    assert lane.work.num_jobs == 60
+    assert lane.work.job_s > 0

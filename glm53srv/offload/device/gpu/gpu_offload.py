@@ -68,15 +68,13 @@ class GpuOffload:
         max_rows: int,
         options: OffloadOptions,
         lane: CpuLane | None = None,
-        prefill_lane: PrefillLane | None = None,
         courier: Courier | None = None,
         *,
         fingerprint: str = "",
         poisons: bool = False,
     ) -> None:
-        """Allocate the slots. lane: the CPU workers, None in exact mode; prefill_lane: those for short
-        prompts, None without; courier: has the copy engine fetch ahead, None for nothing ahead. The offload
-        closes them.
+        """Allocate the slots. lane: the CPU workers, None in exact mode; courier: has the copy engine fetch
+        ahead, None for nothing ahead. The offload closes them.
 
         fingerprint: of the routers, see model/fingerprint.py. poisons: see GpuSlots. Call start() before the
         first step. Raises torch.OutOfMemoryError.
@@ -88,7 +86,7 @@ class GpuOffload:
         residency = options.residency if plan.landing else replace(options.residency, num_offers=0)
         self.policy = ResidencyPolicy(geometry, plan.num_slots, residency)
         self.store = GpuSlots(arena, plan.num_slots, plan.chunk_slots, device, poisons=poisons)
-        self.prefill_lane = prefill_lane
+        self.prefill_lane = PrefillLane()
         self.cpu_prefill_tokens = options.cpu_prefill_tokens  # another number for measurements
         self._is_shared = False  # the CPU computes a part of the chunk that runs
         self.counts = Counts()
@@ -174,9 +172,7 @@ class GpuOffload:
     def begin_chunk(self, num_tokens: int) -> None:
         """Borrow slots for a prefill chunk, and for staging it if it is long enough: see stage_chunk."""
         is_staging = self.loans.begin(num_tokens)
-        self._is_shared = (
-            self.prefill_lane is not None and not is_staging and num_tokens <= self.cpu_prefill_tokens
-        )
+        self._is_shared = self.lane is not None and not is_staging and num_tokens <= self.cpu_prefill_tokens
 
     def stage_chunk(self) -> None:
         """Begin to stage, once the chunk's embeddings are on their way: behind the copies of two layers'
@@ -186,8 +182,7 @@ class GpuOffload:
     def end_chunk(self, is_more_waiting: bool) -> None:
         """End a chunk, finished or not, and give its loan back: see SlotLoans.end."""
         self._is_shared = False
-        if self.prefill_lane is not None:
-            self.prefill_lane.drop()
+        self.prefill_lane.drop()
         self.loans.end(is_more_waiting)
         self.tell()
 
@@ -285,8 +280,6 @@ class GpuOffload:
         self.store.close()
         if self.lane is not None:
             self.lane.close()
-        if self.prefill_lane is not None:
-            self.prefill_lane.close()
         if self.courier is not None:
             self.courier.close()
 
@@ -310,9 +303,9 @@ class GpuOffload:
         """Plan a layer behind its router: decode, or a short prompt's. picks and weights may be changed."""
         if self.is_decoding:
             self.layers.plan(layer, x, picks, weights)
-        elif self._is_shared and self.prefill_lane is not None:
-            table, costs = self.store.table[layer], self._costs.ledger.costs
-            self.prefill_lane.take(layer, x, picks, weights, table, costs)
+        elif self._is_shared and self.lane is not None:
+            table, costs = self.store.table[layer], self._costs.of(1).costs
+            self.prefill_lane.take(self.lane.crew, layer, x, picks, weights, table, costs)
 
     def land_layer(self, layer: int, x: torch.Tensor, own: OwnLaunches | None = None) -> None:
         """Copy the experts that the layer just planned wants over the link: decode.
@@ -328,7 +321,7 @@ class GpuOffload:
         """Complete a layer's sum, float32 (rows, hidden): by what others than its kernels have computed."""
         if self.is_decoding:
             self.layers.combine(layer, out)
-        elif self.prefill_lane is not None:
+        else:
             self.prefill_lane.add(out)
 
     def end_layer(self, layer: int) -> None:

@@ -42,12 +42,12 @@ class SplitTable:
     @property
     def ledger(self) -> CostLedger:
         """The costs of steps like the newest one. Raises EngineError before open()."""
-        return self._of(self._rows)
+        return self.of(self._rows)
 
     @property
     def ledger_before(self) -> CostLedger:
         """Those of steps like the one before the newest. Raises EngineError before open()."""
-        return self._of(self._rows_before)
+        return self.of(self._rows_before)
 
     def open(
         self,
@@ -91,7 +91,8 @@ class SplitTable:
             self._sent = wanted
             self._reader.send(ledger.table, self._table)
 
-    def _of(self, num_rows: int) -> CostLedger:
+    def of(self, num_rows: int) -> CostLedger:
+        """The costs of steps of so many rows. Raises EngineError before open()."""
         if not self._ledgers:
             raise EngineError("the offload was not started")
         return self._ledgers[num_rows]
