@@ -68,13 +68,14 @@ def calibrate(
     budget_s: float = 1.0,
     max_experts: int = SIZES[-1],
 ) -> Calibration:
-    """Time every lane within budget_s by clock (seconds), and fit the cost model to it.
+    """Time every lane within budget_s by clock (seconds) behind a first job, and fit the cost model to it.
 
     guess: costs of lanes that cannot be timed or fitted. overrides: costs that the user set; they win, and
     the lane that they describe is not timed. max_experts: largest job. Each lane runs one expert that does
-    not count; after that a job begins only if the last one of its lane says that it fits into what is left.
+    not count, nor does its time, which may be a compiler's; after that a job begins only if the last one of
+    its lane says that it fits into what is left.
     """
-    begin_s = clock()
+    start_s = clock()
     timers = {"cpu": probes.cpu, "link": probes.link, "vram": probes.vram, "copy": probes.copy}
     if overrides.cpu_fixed_ms is not None and overrides.cpu_expert_ms is not None:
         timers["cpu"] = None
@@ -84,6 +85,7 @@ def calibrate(
     sizes = [size for size in SIZES if size <= max_experts]
     for lane in lanes:
         lane.warm_up()
+    begin_s = clock()
     for size in (size for _ in range(MAX_ROUNDS) for size in sizes):
         for lane in lanes:
             left_ms = (begin_s + budget_s - clock()) * 1e3
@@ -99,7 +101,7 @@ def calibrate(
         copy_ms=found.copy_ms,
         sources=sources | overrides.sources(),
         num_samples=sum(len(lane.samples) for lane in lanes),
-        elapsed_s=clock() - begin_s,
+        elapsed_s=clock() - start_s,
         notes=tuple(found.notes),
     )
 
