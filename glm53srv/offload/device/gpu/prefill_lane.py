@@ -33,7 +33,8 @@ class PrefillWork:
 
     num_visits: (row, expert) pairs.
 
-    In s: job_s computing, asked_s the host's wait for picks and input, waited_s its wait for sums.
+    In s: job_s computing, asked_s the host's wait for picks and input, sent_s its sending of picks and sums,
+    waited_s its wait for these.
     """
 
     num_jobs: int = 0
@@ -41,6 +42,7 @@ class PrefillWork:
     num_visits: int = 0
     job_s: float = 0.0
     asked_s: float = 0.0
+    sent_s: float = 0.0
     waited_s: float = 0.0
 
 
@@ -91,8 +93,10 @@ class PrefillLane:
         self.work.num_jobs += 1
         self.work.num_experts += len(np.unique(chosen[split.on_cpu]))
         self.work.num_visits += int(np.count_nonzero(split.on_cpu))
+        begin = time.perf_counter()
         self._reader.send(split.gpu_picks, picks)
         self._reader.send(np.where(split.on_cpu, np.float16(0), factors.numpy()), weights)
+        self.work.sent_s += time.perf_counter() - begin
 
     def add(self, out: torch.Tensor) -> None:
         """Add the crew's part to a layer's sum, float32 (rows, hidden), in place; waits for it on the host.
@@ -105,11 +109,13 @@ class PrefillLane:
         partial = torch.empty_like(out)
         begin = time.perf_counter()
         sums, elapsed_ms = crew.finish()
-        self.work.waited_s += time.perf_counter() - begin
-        self.work.job_s += elapsed_ms / 1e3
-        self._pace.observe(self._expected_ms, elapsed_ms)
+        end = time.perf_counter()
         self._reader.send(sums, partial)
         out += partial
+        self.work.waited_s += end - begin
+        self.work.sent_s += time.perf_counter() - end
+        self.work.job_s += elapsed_ms / 1e3
+        self._pace.observe(self._expected_ms, elapsed_ms)
 
     def drop(self) -> None:
         """Forget the errand of a chunk that is given up, once it is done."""
