@@ -83,7 +83,8 @@ def split_prefill(
     """Divide a layer's picks, int64 (rows, top_k), or None if the CPU had better take nothing.
 
     is_resident: bool (experts,). A stand-in is another pick of the row that stays on the GPU, so that the
-    GPU reads no expert for it; a row without one gets the layer's most picked expert of those that stay.
+    GPU reads no expert for it, one in VRAM if there is one: an expert of many rows may be read several
+    times. A row without any gets the layer's most picked expert of those that stay, again of VRAM's first.
     """
     num_rows = np.bincount(picks.reshape(-1), minlength=len(is_resident))
     chosen = choose_for_cpu(num_rows, is_resident, costs)
@@ -91,8 +92,10 @@ def split_prefill(
     kept = np.where(chosen, 0, num_rows)
     if not on_cpu.any() or not kept.any():
         return None
-    place = np.argmin(on_cpu, axis=1)  # the first that stays, 0 where none does
-    stand_in = np.where(on_cpu.all(axis=1), int(np.argmax(kept)), picks[np.arange(len(picks)), place])
+    worth = np.where(chosen, -1, np.where(is_resident, 1, 0))
+    place = np.argmax(worth[picks], axis=1)  # the first of the best that stay, 0 where none does
+    common = int(np.argmax(np.where(kept > 0, kept + len(picks) * picks.shape[1] * worth, -1)))
+    stand_in = np.where(on_cpu.all(axis=1), common, picks[np.arange(len(picks)), place])
     return PrefillSplit(
         on_cpu,
         float(rows_ms(num_rows[chosen], costs).sum()),

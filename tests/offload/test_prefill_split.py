@@ -113,3 +113,15 @@ def test_a_stall_moves_a_pace_by_a_bounded_step() -> None:
     pace = Pace()
     pace.observe(1.0, 10_000.0)
     assert 1 < pace.value <= 1 + MOST_PACE / 10
+
+
+def test_stand_ins_are_experts_in_vram_where_there_are_some() -> None:
+    resident = np.isin(np.arange(20), (4, 9))
+    picks = np.array([[0, 1, 4], [9, 2, 3], [5, 6, 7], [4, 9, 5]])
+    split = split_prefill(picks, resident, replace(COSTS, zero_copy_ms=50.0))
+    assert split is not None
+    assert split.on_cpu[~resident[picks]].all()  # the link is that slow
+    stand_ins = split.gpu_picks[split.on_cpu]
+    assert resident[stand_ins].all()
+    assert split.gpu_picks[0].tolist() == [4, 4, 4]
+    assert split.gpu_picks[1].tolist() == [9, 9, 9]

@@ -233,10 +233,11 @@ def test_an_errand_has_the_kernels_sums(
     x = rng.normal(size=(rows, HIDDEN)).astype(np.float32)
     picks = rng.integers(-1, arena.geometry.num_experts, (rows, TOP_K), dtype=np.int32)
     weights = rng.uniform(size=(rows, TOP_K)).astype(np.float32)
-    crew.begin(1, x, picks, weights)
+    sums = np.empty_like(x)
+    crew.begin(1, x, picks, weights, sums)
     with pytest.raises(ValueError, match="already"):
-        crew.begin(1, x, picks, weights)
-    sums, elapsed_ms = crew.finish()
+        crew.begin(1, x, picks, weights, sums)
+    elapsed_ms = crew.finish()
     with KernelPool(1) as pool:
         expected = pool.experts(x, arena.table(1), picks, weights, 10.0, Clamp.ACTIVATION, precision)
     assert np.array_equal(sums, expected)
@@ -247,20 +248,24 @@ def test_an_errand_has_the_kernels_sums(
 
 def test_impossible_errands_are_refused(arena: ExpertArena, crew: Crew) -> None:
     x, weights = np.zeros((2, HIDDEN), np.float32), np.ones((2, TOP_K), np.float32)
-    picks = np.zeros((2, TOP_K), np.int32)
+    picks, sums = np.zeros((2, TOP_K), np.int32), np.empty_like(x)
     with pytest.raises(ValueError, match="no errand"):
         crew.finish()
     with pytest.raises(ValueError, match="rows with"):
-        crew.begin(0, x[:, :-1], picks, weights)
+        crew.begin(0, x[:, :-1], picks, weights, sums)
     with pytest.raises(ValueError, match="do not fit"):
-        crew.begin(0, x, picks[:1], weights)
+        crew.begin(0, x, picks[:1], weights, sums)
     with pytest.raises(EngineError, match="refused an errand"):
-        crew.begin(99, x, picks, weights)
-    crew.begin(0, x, np.full_like(picks, arena.geometry.num_experts), weights)
+        crew.begin(99, x, picks, weights, sums)
+    crew.begin(0, x, np.full_like(picks, arena.geometry.num_experts), weights, sums)
     with pytest.raises(EngineError, match="refused an errand"):
         crew.finish()
-    crew.begin(0, x, picks, weights)
-    assert crew.finish()[0].shape == x.shape
+    with pytest.raises(ValueError, match="contiguous"):
+        crew.begin(0, x, picks.astype(np.int64), weights, sums)
+    with pytest.raises(ValueError, match="contiguous"):
+        crew.begin(0, np.asfortranarray(x), picks, weights, sums)
+    crew.begin(0, x, picks, weights, sums)
+    assert crew.finish() > 0
 
 
 def test_a_crew_that_is_closed_ends_its_errand(arena: ExpertArena, mailbox: Mailbox) -> None:
@@ -268,6 +273,8 @@ def test_a_crew_that_is_closed_ends_its_errand(arena: ExpertArena, mailbox: Mail
     made = Crew(arena, mailbox, CrewOptions(1, limit=10.0))
     rows = 64
     picks = rng.integers(0, arena.geometry.num_experts, (rows, TOP_K), dtype=np.int32)
-    made.begin(0, np.ones((rows, HIDDEN), np.float32), picks, np.ones((rows, TOP_K), np.float32))
+    x, sums = np.ones((rows, HIDDEN), np.float32), np.zeros((rows, HIDDEN), np.float32)
+    made.begin(0, x, picks, np.ones((rows, TOP_K), np.float32), sums)
     made.close()
+    assert sums.any()
     made.close()

@@ -74,7 +74,7 @@ class CrewStats:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """A job of any number of rows on its way. sums: float32 (rows, hidden), filled when it is done."""
+    """The arrays of a job of any number of rows that is on its way."""
 
     x: Float32
     picks: NDArray[np.int32]
@@ -189,27 +189,28 @@ class Crew:
         self._require(self._library.lib.glm53_crew_wait(self._open(), seq, timeout_ms), f"job {seq}")
         return self._mailbox.partial(seq, num_rows)
 
-    def begin(self, layer: int, x: Float32, picks: NDArray[np.int32], weights: Float32) -> None:
+    def begin(
+        self, layer: int, x: Float32, picks: NDArray[np.int32], weights: Float32, sums: Float32
+    ) -> None:
         """Begin an errand: the experts of a layer for any number of rows, by the same threads.
 
         x: float32 (rows, hidden). picks: int32 (rows, k), an expert of the layer or -1. weights: float32
-        (rows, k). Raises ValueError for shapes, or if one was begun and not finished; EngineError if the crew
+        (rows, k). sums: float32 (rows, hidden), written until finish. All C-contiguous, none is copied.
+        Raises ValueError for shapes, or if an errand was begun and not finished; EngineError if the crew
         failed.
         """
         hidden = self._mailbox.shape.hidden
-        if x.ndim != 2 or x.shape[1] != hidden or not len(x):
-            raise ValueError(f"x {x.shape} is not of rows with {hidden} values")
+        if x.ndim != 2 or x.shape[1] != hidden or not len(x) or sums.shape != x.shape:
+            raise ValueError(f"x {x.shape} and sums {sums.shape} are not of rows with {hidden} values")
         if picks.shape != weights.shape or picks.ndim != 2 or len(picks) != len(x) or not picks.size:
             raise ValueError(f"picks {picks.shape} and weights {weights.shape} do not fit {len(x)} rows")
         if self._errand is not None:
             raise ValueError("the workers are on an errand already")
+        kinds = [(array.dtype, array.flags.c_contiguous) for array in (x, picks, weights, sums)]
+        if kinds != [(np.dtype(kind), True) for kind in (np.float32, np.int32, np.float32, np.float32)]:
+            raise ValueError(f"an errand needs contiguous float32 and int32 arrays, not {kinds}")
         ffi, lib = self._library.ffi, self._library.lib
-        errand = Errand(
-            np.ascontiguousarray(x, np.float32),
-            np.ascontiguousarray(picks, np.int32),
-            np.ascontiguousarray(weights, np.float32),
-            np.empty((len(x), hidden), np.float32),
-        )
+        errand = Errand(x, picks, weights, sums)
         job = ffi.new("glm53_expert_job *")
         job.x = ffi.cast("float *", errand.x.ctypes.data)
         job.picks = ffi.cast("int32_t *", errand.picks.ctypes.data)
@@ -219,8 +220,8 @@ class Crew:
         self._require(lib.glm53_crew_begin(self._open(), layer, job), "an errand")
         self._errand = errand
 
-    def finish(self) -> tuple[Float32, float]:
-        """Wait for the errand: float32 (rows, hidden), and the ms of its computing.
+    def finish(self) -> float:
+        """Wait for the errand; gives the ms of its computing.
 
         Raises ValueError without one; EngineError if it could not be done, or the crew failed.
         """
@@ -232,7 +233,7 @@ class Crew:
         if status == self._library.lib.GLM53_STALLED:
             _left_behind.append(errand)
         self._require(status, "an errand")
-        return errand.sums, elapsed_ns[0] / 1e6
+        return float(elapsed_ns[0]) / 1e6
 
     def check(self) -> None:
         """Raise EngineError if a job failed or the crew did: after a step whose jobs a GPU posted."""

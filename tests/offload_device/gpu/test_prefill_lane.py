@@ -21,7 +21,7 @@ COSTS = CostModel(0.1, 0.2, 0.8, 0.004)
 
 @pytest.fixture
 def lane() -> PrefillLane:
-    return PrefillLane()
+    return PrefillLane(64, HIDDEN, TOP_K, torch.device("cpu"))
 
 
 @pytest.fixture

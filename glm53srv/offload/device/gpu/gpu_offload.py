@@ -86,7 +86,8 @@ class GpuOffload:
         residency = options.residency if plan.landing else replace(options.residency, num_offers=0)
         self.policy = ResidencyPolicy(geometry, plan.num_slots, residency)
         self.store = GpuSlots(arena, plan.num_slots, plan.chunk_slots, device, poisons=poisons)
-        self.prefill_lane = PrefillLane()
+        most_rows = options.cpu_prefill_tokens if lane is not None else 0
+        self.prefill_lane = PrefillLane(most_rows, arena.layout.hidden, geometry.top_k, device)
         self.cpu_prefill_tokens = options.cpu_prefill_tokens  # another number for measurements
         self._is_shared = False  # the CPU computes a part of the chunk that runs
         self.counts = Counts()

@@ -19,12 +19,8 @@ from numpy.typing import NDArray
 
 from glm53srv.offload.cost import CostModel
 from glm53srv.offload.device.crew import Crew
-from glm53srv.offload.device.gpu.host_reader import HostReader
+from glm53srv.offload.device.gpu.host_reader import launch_fetch
 from glm53srv.offload.prefill_split import Pace, split_prefill
-
-NUM_KEPT = 8
-"""Three arrays a layer, of which the sums have megabytes; the next layer's picks are waited for behind
-them."""
 
 
 @dataclass(slots=True)
@@ -46,16 +42,39 @@ class PrefillWork:
     waited_s: float = 0.0
 
 
+class HostArrays:
+    """What travels between a layer and its errand, in pinned memory that is there from the start.
+
+    Memory that is allocated for each layer costs more than the way: two to five ms for each array on an H200
+    machine whose other CPUs were busy.
+    """
+
+    def __init__(self, max_rows: int, hidden: int, top_k: int, *, pins: bool) -> None:
+        def array(width: int, kind: torch.dtype, *, is_read: bool = True) -> torch.Tensor:
+            return torch.empty((max_rows, width), dtype=kind, pin_memory=pins and is_read)
+
+        self.x = array(hidden, torch.float16)
+        self.picks = array(top_k, torch.int64)
+        self.weights = array(top_k, torch.float16)
+        self.rows = array(hidden, torch.float32, is_read=False)  # x, for the CPU
+        self.gpu_picks = array(top_k, torch.int64)
+        self.gpu_weights = array(top_k, torch.float16)
+        self.sums = array(hidden, torch.float32)
+
+
 class PrefillLane:
     """The errand of the layer that runs. Engine thread only.
 
-    Per layer take(), then add(). Not for chunks whose experts are staged.
+    Per layer take(), then add(). Not for chunks whose experts are staged. A layer's arrays are free again
+    when the next one's picks are there: they come behind all that read them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int, hidden: int, top_k: int, device: torch.device) -> None:
+        """Allocate for chunks of up to max_rows rows; nothing for 0."""
         self.work = PrefillWork()
         self._pace = Pace()
-        self._reader = HostReader(NUM_KEPT)
+        self._host = HostArrays(max_rows, hidden, top_k, pins=device.type == "cuda")
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._crew: Crew | None = None  # whose errand is on its way
         self._expected_ms = 0.0  # of it, at pace 1
 
@@ -76,26 +95,35 @@ class PrefillLane:
     ) -> None:
         """Give the crew its part of a layer; picks and weights are changed in place. Waits for the device.
 
-        x: float16 (rows, hidden). picks: int64, weights: float16 (rows, top_k). table: int32 (experts,), the
-        layer's row of the residency table, -1 for what is not in VRAM. Raises EngineError if the crew failed.
+        x: float16 (rows, hidden). picks: int64, weights: float16 (rows, top_k), contiguous. table: int32
+        (experts,), the layer's row of the residency table, -1 for what is not in VRAM. Raises EngineError if
+        the crew failed.
         """
+        host, num = self._host, len(x)
         begin = time.perf_counter()
-        chosen = picks.cpu().numpy()
+        for target, source in ((host.picks, picks), (host.weights, weights), (host.x, x)):
+            target[:num].copy_(source, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+            self._event.synchronize()
+        chosen, factors = host.picks[:num].numpy(), host.weights[:num].numpy()
         split = split_prefill(chosen, table >= 0, self._pace.apply(costs))
-        if split is None:
-            self.work.asked_s += time.perf_counter() - begin
-            return
-        factors = weights.cpu()
-        rows = x.cpu().float().numpy()
+        if split is not None:
+            host.rows[:num].copy_(host.x[:num])
         self.work.asked_s += time.perf_counter() - begin
-        crew.begin(layer, rows, split.cpu_picks, factors.float().numpy())
+        if split is None:
+            return
+        begin = time.perf_counter()
+        rows, sums = host.rows[:num].numpy(), host.sums[:num].numpy()
+        crew.begin(layer, rows, split.cpu_picks, factors.astype(np.float32), sums)
         self._crew, self._expected_ms = crew, split.expected_ms / self._pace.value
         self.work.num_jobs += 1
         self.work.num_experts += len(np.unique(chosen[split.on_cpu]))
         self.work.num_visits += int(np.count_nonzero(split.on_cpu))
-        begin = time.perf_counter()
-        self._reader.send(split.gpu_picks, picks)
-        self._reader.send(np.where(split.on_cpu, np.float16(0), factors.numpy()), weights)
+        host.gpu_picks[:num].numpy()[:] = split.gpu_picks
+        host.gpu_weights[:num].numpy()[:] = np.where(split.on_cpu, np.float16(0), factors)
+        launch_fetch(host.gpu_picks[:num], picks)
+        launch_fetch(host.gpu_weights[:num], weights)
         self.work.sent_s += time.perf_counter() - begin
 
     def add(self, out: torch.Tensor) -> None:
@@ -106,11 +134,11 @@ class PrefillLane:
         crew, self._crew = self._crew, None
         if crew is None:
             return
-        partial = torch.empty_like(out)
         begin = time.perf_counter()
-        sums, elapsed_ms = crew.finish()
+        elapsed_ms = crew.finish()
         end = time.perf_counter()
-        self._reader.send(sums, partial)
+        partial = torch.empty_like(out)
+        launch_fetch(self._host.sums[: len(out)], partial)
         out += partial
         self.work.waited_s += end - begin
         self.work.sent_s += time.perf_counter() - end
