@@ -18,7 +18,8 @@ class OffloadCounts:
     fetched ahead of their layer; num_guessed_right: those of them that it picked, also in num_link.
     gpu_lane_ms: of all layers of decode steps, from the plan to the GPU's last expert; cpu_wait_ms: what the
     GPU then waited for the CPU's part, in num_cpu_last layers. These three are 0 without CPU workers or
-    without a GPU.
+    without a GPU. num_prompt_cpu: experts of short prompts that CPU workers computed, summed over layers, in
+    prompt_cpu_ms; while prompt_ask_ms and prompt_wait_ms the host waited for the layers' picks and the sums.
     """
 
     num_steps: int = 0
@@ -37,6 +38,10 @@ class OffloadCounts:
     cpu_wait_ms: float = 0.0
     num_cpu_last: int = 0
     num_split: int = 0
+    num_prompt_cpu: int = 0
+    prompt_cpu_ms: float = 0.0
+    prompt_ask_ms: float = 0.0
+    prompt_wait_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

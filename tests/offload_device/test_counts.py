@@ -28,3 +28,12 @@ def test_a_log_adds_its_picks_and_its_distinct_experts() -> None:
     assert frozen.num_split == 1
     assert (frozen.num_guessed, frozen.num_guessed_right) == (2, 1)
     assert (frozen.num_picks, frozen.num_hit_picks) == (14, 3)
+
+
+def test_prompts_are_told_as_far_as_they_came() -> None:
+    counts = Counts()
+    counts.set_prompts(5, 0.25, 0.5, 0.125)
+    counts.set_prompts(7, 0.5, 0.75, 0.25)
+    frozen = counts.frozen()
+    assert frozen.num_prompt_cpu == 7
+    assert (frozen.prompt_cpu_ms, frozen.prompt_ask_ms, frozen.prompt_wait_ms) == (500.0, 750.0, 250.0)

@@ -184,6 +184,8 @@ class GpuOffload:
         """End a chunk, finished or not, and give its loan back: see SlotLoans.end."""
         self._is_shared = False
         self.prefill_lane.drop()
+        work = self.prefill_lane.work
+        self.counts.set_prompts(work.num_experts, work.job_s, work.asked_s, work.waited_s)
         self.loans.end(is_more_waiting)
         self.tell()
 
