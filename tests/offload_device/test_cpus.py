@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from glm53srv.errors import ConfigError
 from glm53srv.machine import MachineFacts, read_machine
-from glm53srv.offload.device.cpus import KeptOff, choose_cpus, choose_threads, format_cpu_list, parse_cpu_list
+from glm53srv.offload.device.cpus import choose_cpus, choose_threads, format_cpu_list, parse_cpu_list
 
 
 def machine_of(tmp_path: Path, cores: list[tuple[int, int, int]], allowed: frozenset[int]) -> MachineFacts:
@@ -67,43 +65,3 @@ def test_lists_that_cannot_be_read_are_refused(text: str) -> None:
 def test_lists_are_written_as_they_are_read() -> None:
     assert format_cpu_list((7, 0, 1, 2, 5)) == "0-2,5,7"
     assert parse_cpu_list("0-2,5,7") == (0, 1, 2, 5, 7)
-
-
-@pytest.fixture
-def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """Stand in for a system with eight CPUs; the masks that the thread got, the newest last."""
-    masks = [set(range(8))]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: masks[-1], raising=False)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: masks.append(set(cpus)), raising=False)
-    return masks
-
-
-def test_a_thread_is_kept_off_the_workers_and_let_back(affinity: list[set[int]]) -> None:
-    kept = KeptOff((2, 3, 4, 5, 6, 7))
-    assert affinity[-1] == {0, 1}
-    other = threading.Thread(target=kept.release)
-    other.start()
-    other.join()
-    assert affinity[-1] == {0, 1}  # its own thread alone
-    kept.release()
-    kept.release()
-    assert affinity == [set(range(8)), {0, 1}, set(range(8))]
-
-
-@pytest.mark.parametrize("cpus", [None, (), (1, 2, 3, 4, 5, 6, 7), tuple(range(8)), (9,)])
-def test_a_thread_stays_where_it_is_with_too_few_cpus_left(
-    affinity: list[set[int]], cpus: tuple[int, ...] | None
-) -> None:
-    KeptOff(cpus).release()
-    assert affinity == [set(range(8))]
-
-
-def test_a_system_that_refuses_changes_nothing(
-    affinity: list[set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: int, cpus: set[int]) -> None:
-        raise PermissionError("not in this container")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
-    KeptOff((2, 3)).release()
-    assert affinity == [set(range(8))]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from glm53srv.errors import ConfigError
 from glm53srv.machine import MachineFacts
 
 CORES_LEFT_FREE = 2
 """Physical cores, the first ones, for the event loop, the engine thread and interrupts."""
-
-LEAST_FREE = 2
-"""CPUs that must be left for a thread to be kept off the workers': it is not alone there."""
 
 AUTO = "auto"
 
@@ -39,39 +34,6 @@ def choose_cpus(text: str, machine: MachineFacts) -> tuple[int, ...]:
 def choose_threads(num_threads: int | None, cpus: Sequence[int]) -> int:
     """Give the crew's number of threads: GLM53_CT_THREADS, by default one per CPU."""
     return len(cpus) if num_threads is None else num_threads
-
-
-class KeptOff:
-    """Keeps the calling thread, and threads that it starts from then on, off the workers' CPUs.
-
-    A worker that polls keeps its CPU busy for as long as it has nothing to do, and a kernel that puts the
-    thread that wakes it on the same one leaves each of them half of it.
-    """
-
-    def __init__(self, cpus: Collection[int] | None) -> None:
-        """Narrow the thread's CPUs; leaves them where the system cannot, or where too few would be left.
-
-        cpus: the workers', None where they have none of their own.
-        """
-        self._thread = threading.get_ident()
-        self._before: frozenset[int] | None = None
-        if cpus is None or not hasattr(os, "sched_setaffinity"):
-            return
-        before = frozenset(os.sched_getaffinity(0))
-        left = before - set(cpus)
-        if len(left) < LEAST_FREE or left == before:
-            return
-        try:
-            os.sched_setaffinity(0, left)
-        except OSError:
-            return
-        self._before = before
-
-    def release(self) -> None:
-        """Give the thread its CPUs back, if it is the one that calls. Idempotent."""
-        if self._before is not None and threading.get_ident() == self._thread:
-            os.sched_setaffinity(0, self._before)
-            self._before = None
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

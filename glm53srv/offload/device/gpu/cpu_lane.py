@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from glm53srv.offload.device.arena import ExpertArena
-from glm53srv.offload.device.cpus import KeptOff
 from glm53srv.offload.device.crew import Crew, CrewOptions, CrewStats
 from glm53srv.offload.device.gpu.launch import MailRing, int32_bits, power_of_two
 from glm53srv.offload.device.gpu.registered import RegisteredMemory
@@ -78,10 +77,7 @@ class CpuLane:
         *,
         first_seq: int = 1,
     ) -> None:
-        """Register the mailbox and start the workers; jobs count from first_seq. Raises MachineError.
-
-        Keeps the calling thread off the workers' CPUs until close.
-        """
+        """Register the mailbox and start the workers; jobs count from first_seq. Raises MachineError."""
         geometry = arena.geometry
         self._num_layers = geometry.num_layers
         self._num_blocks = arena.layout.num_blocks
@@ -96,7 +92,6 @@ class CpuLane:
         self._next_seq = self._shape.first_seq
         self._posted = self._answered = range(0)
         self.ring = make_ring(self.mailbox, device)
-        self._kept_off = KeptOff(options.cpus)
         self.crew = Crew(arena, self.mailbox, options)
         self.hand_over = HandOver()
 
@@ -172,5 +167,4 @@ class CpuLane:
     def close(self) -> None:
         """End the workers; the stream must be idle. Idempotent."""
         self.crew.close()
-        self._kept_off.release()
         self._memory.release()
