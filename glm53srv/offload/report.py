@@ -19,7 +19,8 @@ class OffloadCounts:
     gpu_lane_ms: of all layers of decode steps, from the plan to the GPU's last expert; cpu_wait_ms: what the
     GPU then waited for the CPU's part, in num_cpu_last layers. These three are 0 without CPU workers or
     without a GPU. num_prompt_cpu: experts of short prompts that CPU workers computed, summed over layers, in
-    prompt_cpu_ms; while prompt_ask_ms and prompt_wait_ms the host waited for the layers' picks and the sums.
+    prompt_cpu_ms; prompt_device_ms and prompt_wait_ms: what the host meanwhile waited for the device and for
+    the sums.
     """
 
     num_steps: int = 0
@@ -40,7 +41,7 @@ class OffloadCounts:
     num_split: int = 0
     num_prompt_cpu: int = 0
     prompt_cpu_ms: float = 0.0
-    prompt_ask_ms: float = 0.0
+    prompt_device_ms: float = 0.0
     prompt_wait_ms: float = 0.0
 
 

@@ -36,4 +36,4 @@ def test_prompts_are_told_as_far_as_they_came() -> None:
     counts.set_prompts(7, 0.5, 0.75, 0.25)
     frozen = counts.frozen()
     assert frozen.num_prompt_cpu == 7
-    assert (frozen.prompt_cpu_ms, frozen.prompt_ask_ms, frozen.prompt_wait_ms) == (500.0, 750.0, 250.0)
+    assert (frozen.prompt_cpu_ms, frozen.prompt_device_ms, frozen.prompt_wait_ms) == (500.0, 750.0, 250.0)

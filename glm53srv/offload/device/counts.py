@@ -36,7 +36,7 @@ class Counts:
     num_split: int = 0
     num_prompt_cpu: int = 0
     prompt_cpu_ms: float = 0.0
-    prompt_ask_ms: float = 0.0
+    prompt_device_ms: float = 0.0
     prompt_wait_ms: float = 0.0
 
     @property
@@ -78,10 +78,14 @@ class Counts:
         self.cpu_wait_ms += float(wait_ms.sum())
         self.num_cpu_last += int((wait_ms > LOOK_MS).sum())
 
-    def set_prompts(self, num_experts: int, cpu_s: float, ask_s: float, wait_s: float) -> None:
+    def set_prompts(self, num_experts: int, cpu_s: float, device_s: float, wait_s: float) -> None:
         """Take what short prompts came to so far."""
         self.num_prompt_cpu = num_experts
-        self.prompt_cpu_ms, self.prompt_ask_ms, self.prompt_wait_ms = 1e3 * cpu_s, 1e3 * ask_s, 1e3 * wait_s
+        self.prompt_cpu_ms, self.prompt_device_ms, self.prompt_wait_ms = (
+            1e3 * cpu_s,
+            1e3 * device_s,
+            1e3 * wait_s,
+        )
 
     def frozen(self) -> OffloadCounts:
         """Give the values so far."""

@@ -185,7 +185,7 @@ class GpuOffload:
         self._is_shared = False
         self.prefill_lane.drop()
         work = self.prefill_lane.work
-        self.counts.set_prompts(work.num_experts, work.job_s, work.asked_s, work.waited_s)
+        self.counts.set_prompts(work.num_experts, work.job_s, work.device_s, work.waited_s)
         self.loans.end(is_more_waiting)
         self.tell()
 

@@ -29,8 +29,8 @@ class PrefillWork:
 
     num_visits: (row, expert) pairs.
 
-    In s: job_s computing, asked_s the host's wait for picks and input, sent_s its sending of picks and sums,
-    waited_s its wait for these.
+    In s: job_s computing, asked_s from asking for picks and input to a split, of which device_s waiting for
+    the device, sent_s sending picks and sums, waited_s waiting for these.
     """
 
     num_jobs: int = 0
@@ -38,6 +38,7 @@ class PrefillWork:
     num_visits: int = 0
     job_s: float = 0.0
     asked_s: float = 0.0
+    device_s: float = 0.0
     sent_s: float = 0.0
     waited_s: float = 0.0
 
@@ -106,6 +107,7 @@ class PrefillLane:
         if self._event is not None:
             self._event.record()
             self._event.synchronize()
+        self.work.device_s += time.perf_counter() - begin
         chosen, factors = host.picks[:num].numpy(), host.weights[:num].numpy()
         split = split_prefill(chosen, table >= 0, self._pace.apply(costs))
         if split is not None:
