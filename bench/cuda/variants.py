@@ -21,7 +21,7 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
     a=MS b=MS tzc=MS       pin a cost of the split: per CPU job, per expert of it, per expert over the link
     streams=1+2+4          in place of the options' streams
     prompts=24+96          in place of steps: the first token of prompts of so many tokens, three of each
-    cpuprompt=N            of the options' --ct-prefill: prompts of up to so many tokens
+    cpuprompt=N            in place of the options' --ct-prefill, at most that
 
 Steps are captured anew for each. The cache stays as the one before left it, so name the first variant again
 at the end. --out NAME keeps a trace of each variant's first width as NAME.VARIANT.json.gz, and all figures
@@ -162,7 +162,8 @@ class Bench:
         offload.layers.copy_shape = variant.copies or USUAL
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
         offload.counts_overlap = numbers.get("overlap", 1) > 0
-        offload.cpu_prefill_tokens = numbers.get("cpuprompt", self.options.ct_prefill)
+        most = self.options.ct_prefill
+        offload.cpu_prefill_tokens = min(most, numbers.get("cpuprompt", most))
         with torch.inference_mode():  # as in a step
             engine.pages.hold(engine.limits.num_pages if numbers.get("full", 0) else 0)
             engine.pages.shrink()
