@@ -178,9 +178,9 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "GLM53_EC_AHEAD",
         "int",
         2,
-        "experts of the next layer that a GPU's copy engine fetches ahead, beside attention, by a guess of "
-        "what its router will pick, one more in steps of several streams (in fast mode behind latent "
-        "attention only); each takes two buffers",
+        "experts of the next layer that a GPU's copy engine fetches ahead at most, beside attention, by a "
+        "guess of what its router will pick, one more in steps of several streams (in fast mode behind "
+        "latent attention only, and fewer where the link is slow); each takes two buffers",
         "offload",
         minimum=0,
         maximum=4,

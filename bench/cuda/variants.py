@@ -7,7 +7,8 @@ Starts of one kind of machine differ by a fifth; this loads the model once. Take
 
     landing=N              from 1 on, as of bench-model, at most what the start had
     ahead=N across=N       from 0 on: experts fetched ahead of their layer in a step of one row, one more in
-                           others; across: of a layer behind a latent attention, as many by default
+                           others; across: of a layer behind a latent attention, as many by default; exactly
+                           so many, where without both the gaps between layers decide, too
     copies=PxWxI           the kernel that copies a layer's experts: programs, warps, words at once of each
     isa=NAME threads=N     of the CPU workers, which are started anew
     split=NAME             parts or whole, as --ct-split of bench-model
@@ -159,6 +160,7 @@ class Bench:
         landing = min(numbers.get("landing", self._landing.num_experts), self._landing.num_experts)
         offload.layers.landing = replace(self._landing, num_experts=landing)
         offload.look_ahead.limit(numbers.get("ahead", self._ahead), numbers.get("across"))
+        offload.tunes_ahead = not {"ahead", "across"} & set(numbers)
         offload.layers.copy_shape = variant.copies or USUAL
         offload.layers.split_launches(numbers.get("launches", 2) > 1)
         offload.counts_overlap = numbers.get("overlap", 1) > 0

@@ -20,6 +20,8 @@ a barred expert's copy is on its way already.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,14 +34,71 @@ MAX_AHEAD = 4
 NUM_AHEAD = 2
 """From a layer's own copies to the next one's plan an H200 has 0.23 or 0.36 ms (traced, 2026-11-30), and its
 copy engine carries an expert in 0.18. What does not fit shares the link with the next layer's own copies, and
-one guess in three is wrong. Three were as good in fast mode and worse in exact. Other cards were not seen;
-slower ones take longer over attention."""
+one guess in three is wrong. Three were as good in fast mode and worse in exact. At most: where gaps hold
+fewer, fewer are fetched, see AheadTuner."""
 MORE_AHEAD = 1
 """So many more in steps of several rows, whose attention and experts take longer: of 2 / 4 rows three experts
 gave 25.6 / 24.0 tok/s in exact mode, two 23.1 / 21.5 (one start of an H200, 2026-11-30). With CPU workers
 only behind a latent attention: what is fetched into the next layer's own time is the link's loss and not
 theirs. 2 / 4 rows gave 49.0, 45.9 / 50.2, 45.0 tok/s so and 45.6, 46.8 / 42.8, 46.7 with one more everywhere
 (one start, 2026-12-01)."""
+
+
+LEAST_SHARE = 0.4
+"""Of a copy that a gap must hold for one to be begun in it."""
+BEFORE_GAP = 0.25
+"""Of a copy that is done before the gap, beside a layer's last experts.
+
+Both by bench/lanes_model.py, for links of 54, 25, 12.6 and 6.3 GB/s and one to four rows: what they choose is
+within 1 % of the best there, but for one row on an H200, where the model prefers one and two by 2 % and the
+H200 itself two and two (2026-12-01). Two for every layer of one row cost 4 % at 25 GB/s and 40 % at 12.6."""
+GAP_STEPS = 32
+"""Steps after which one counts 1/e."""
+
+
+def fits_gap(gap_ms: float, copy_ms: float) -> int:
+    """Give how many experts are worth fetching in a gap between two layers in which the link idles.
+
+    copy_ms: one expert by the copy engine. What does not fit shares the link with the next layer's own
+    copies, and one guess in three is wrong.
+    """
+    share = gap_ms / copy_ms
+    return 0 if share < LEAST_SHARE else math.ceil(share + BEFORE_GAP)
+
+
+class AheadTuner:
+    """How many experts a layer's gap holds, by what gaps take on this machine. Engine thread only.
+
+    Gaps are those of steps of so many rows, without and with a latent attention between the layers.
+    """
+
+    def __init__(self, copy_ms: float) -> None:
+        """copy_ms: one expert by the copy engine."""
+        self._copy_ms = copy_ms
+        self._gaps: dict[tuple[int, bool], float] = {}
+
+    def observe(self, num_rows: int, gap_ms: NDArray[np.float64], across: NDArray[np.bool_]) -> None:
+        """Take a step: gap_ms (layers,), of the gap in front of each layer, NaN where it is not known.
+
+        across: bool (layers,), whether it has a latent attention.
+        """
+        for is_across in (False, True):
+            found = gap_ms[(across == is_across) & np.isfinite(gap_ms)]
+            if found.size:
+                newest, key = max(0.0, float(np.median(found))), (num_rows, is_across)
+                before = self._gaps.get(key, newest)
+                self._gaps[key] = before + (newest - before) / GAP_STEPS
+
+    def most(self, num_rows: int) -> tuple[int, int]:
+        """Give how many experts may be fetched for a layer without and with a latent attention in front.
+
+        MAX_AHEAD while nothing is known.
+        """
+        gaps = (self._gaps.get((num_rows, is_across)) for is_across in (False, True))
+        plain, across = (
+            MAX_AHEAD if gap is None else min(MAX_AHEAD, fits_gap(gap, self._copy_ms)) for gap in gaps
+        )
+        return plain, across
 
 
 def num_buffers_ahead(num_ahead: int) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glm53srv.offload.look_ahead import choose_guesses, list_guesses
+from glm53srv.offload.look_ahead import (
+    MAX_AHEAD,
+    NUM_AHEAD,
+    AheadTuner,
+    choose_guesses,
+    fits_gap,
+    list_guesses,
+)
 from glm53srv.offload.offers import ABSENT, BARRED, RING_SLOTS, Offers, keep_picks
 from glm53srv.offload.split import Lane, split_picks
 
@@ -109,3 +116,61 @@ def test_a_right_guess_takes_an_offer_and_no_landing_buffer(num_landing: int, ta
     keeping = keep_picks(picks, split, entries, heat, offers, 0, num_landing)
     assert np.flatnonzero(keeping.slots[0] >= 0).tolist() == takers
     assert keeping.slots[0, takers].tolist() == [40 + number for number in range(len(takers))]
+
+
+COPY_MS = 0.175
+"""An expert by an H200's copy engine."""
+ACROSS = np.array([False, False, False, True] * 3)
+
+
+@pytest.mark.parametrize(
+    ("gap_ms", "copy_ms", "expected"),
+    [
+        (0.137, COPY_MS, NUM_AHEAD),  # the H200's gaps, traced on 30 November 2026: one row,
+        (0.262, COPY_MS, NUM_AHEAD),  # with a latent attention,
+        (0.169, COPY_MS, NUM_AHEAD),  # two rows,
+        (0.450, COPY_MS, NUM_AHEAD + 1),
+        (0.244, 0.378, 1),  # a slower GPU behind PCIe 4.0 x16
+        (0.244, 0.75, 0),  # x8
+        (0.488, 0.75, 1),
+        (0.488, 1.5, 0),
+        (0.0, COPY_MS, 0),
+    ],
+)
+def test_what_is_fetched_fits_the_gap(gap_ms: float, copy_ms: float, expected: int) -> None:
+    assert fits_gap(gap_ms, copy_ms) == expected
+
+
+def gaps(plain_ms: float, across_ms: float) -> np.ndarray:
+    found = np.where(ACROSS, across_ms, plain_ms)
+    found[0] = np.nan  # nothing stands in front of the first layer
+    return found
+
+
+def test_a_machine_without_times_fetches_what_it_is_told_to() -> None:
+    tuner = AheadTuner(COPY_MS)
+    assert tuner.most(1) == (MAX_AHEAD, MAX_AHEAD)
+    tuner.observe(1, np.full(len(ACROSS), np.nan), ACROSS)
+    assert tuner.most(1) == (MAX_AHEAD, MAX_AHEAD)
+
+
+def test_gaps_are_followed_for_each_number_of_rows() -> None:
+    tuner = AheadTuner(COPY_MS)
+    tuner.observe(1, gaps(0.137, 0.262), ACROSS)
+    tuner.observe(2, gaps(0.01, 0.45), ACROSS)
+    assert tuner.most(1) == (2, 2)
+    assert tuner.most(2) == (0, 3)
+    assert tuner.most(4) == (MAX_AHEAD, MAX_AHEAD)
+    stalled = gaps(0.137, 0.262)
+    stalled[2] = 50.0
+    tuner.observe(1, stalled, ACROSS)  # one layer that waited for something moves no median
+    assert tuner.most(1) == (2, 2)
+    for _ in range(200):
+        tuner.observe(1, gaps(0.3, 0.02), ACROSS)
+    assert tuner.most(1) == (2, 0)
+
+
+def test_a_clock_that_runs_backwards_is_no_gap() -> None:
+    tuner = AheadTuner(COPY_MS)
+    tuner.observe(1, gaps(-3.0, -1.0), ACROSS)
+    assert tuner.most(1) == (0, 0)

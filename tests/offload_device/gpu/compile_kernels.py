@@ -159,7 +159,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
             "rows": "i32",
             "num_ahead": "i32",
         },
-        {"top_k": 8, "width": 32, "record_bytes": RECORD["record_bytes"]},
+        {"top_k": 8, "width": 32, "record_bytes": RECORD["record_bytes"], "most_word": 2},
     ),
     "point_layer": (
         point_layer,

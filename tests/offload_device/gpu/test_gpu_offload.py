@@ -252,7 +252,8 @@ def test_what_the_device_waited_for_tells_the_hand_over(
     """The interpreter has no clock of the device: stamps are made up."""
 
     def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
-        return LaneTimes([], np.zeros(len(log.counts)), np.full(len(log.counts), 1e6))
+        count = len(log.counts)
+        return LaneTimes([], np.zeros(count), np.full(count, 1e6), np.full(count, np.nan))
 
     card = Card(experts, pool, "fast")
     try:

@@ -66,10 +66,12 @@ def test_the_choice_equals_the_rule(seed: int) -> None:
         unused, address=BUFFER, num_experts=num_ahead, sources=sources, targets=targets, count=count
     )
     given = np.concatenate([lists, np.zeros((4 - rows, top_k), np.int64)])
-    allowed, is_closed = int(rng.integers(0, 6)), bool(rng.random() < 0.1)
-    gate = torch.tensor([allowed, is_closed], dtype=torch.int32)
-    launch_choice(torch.from_numpy(given), rows, torch.from_numpy(slots), HOME, RECORD, fetches, chosen, gate)
-    expected = choose_guesses(lists, slots, 0 if is_closed else min(allowed, num_ahead))
+    allowed, is_closed = rng.integers(0, 6, 2).tolist(), bool(rng.random() < 0.1)
+    is_across = bool(rng.random() < 0.5)
+    gate = torch.tensor([allowed[False], is_closed, allowed[True]], dtype=torch.int32)
+    lists_given, entries = torch.from_numpy(given), torch.from_numpy(slots)
+    launch_choice(lists_given, rows, entries, HOME, RECORD, fetches, chosen, gate, is_across=is_across)
+    expected = choose_guesses(lists, slots, 0 if is_closed else min(allowed[is_across], num_ahead))
     number = int(count)
     assert number == len(expected)
     assert chosen.tolist() == [*expected.tolist(), *[7] * (4 - number)]

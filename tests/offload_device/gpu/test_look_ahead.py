@@ -479,12 +479,24 @@ def test_behind_a_late_copy_nothing_is_ordered_until_the_gate_is_open(
 
 def test_steps_that_may_not_fetch_guess_nothing(arena: ExpertArena) -> None:
     stack = Stack(arena, 2, seed=1, rows=1)
-    stack.ahead.allow(False)
+    stack.ahead.allow(0, 0)
     run_layers(stack)
     assert stack.ahead.told[:, 0].tolist() == [0] * NUM_LAYERS
-    stack.ahead.allow(True)
+    stack.ahead.allow(4, 4)
     run_layers(stack)
     assert stack.ahead.told[1, 0] == 2
+
+
+def test_captured_steps_fetch_what_they_may_now_by_what_stands_in_front(arena: ExpertArena) -> None:
+    stack = Stack(arena, 2, seed=1, rows=1, crosses=True)
+    plain_layers = [layer for layer in range(1, NUM_LAYERS) if layer not in CUTS]
+    for plain, across in ((1, 2), (0, 1), (4, 0)):
+        stack.ahead.allow(plain, across)
+        with stack.ahead.captured():
+            run_layers(stack)  # checks every expert's bytes
+        told = stack.ahead.told[:, 0].tolist()
+        assert [told[layer] for layer in plain_layers] == [min(2, plain)] * len(plain_layers)
+        assert [told[layer] for layer in CUTS[1:]] == [across] * len(CUTS[1:])
 
 
 def test_a_courier_is_tried_out_before_it_is_trusted(arena: ExpertArena) -> None:

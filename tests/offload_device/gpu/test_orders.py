@@ -23,7 +23,7 @@ class Office:
         self.engine = CopyEngine()
         self.records = np.random.default_rng(7).integers(0, 256, (12, RECORD), np.uint8)
         self.courier = Courier(CELLS, first_seq)
-        self.gate = torch.tensor([4, 0], dtype=torch.int32)
+        self.gate = torch.tensor([4, 0, 4], dtype=torch.int32)
         self.ring = make_order_ring(self.courier, 2, self.gate, torch.device("cpu"))
         self.buffers = [torch.zeros((BUFFERS, RECORD), dtype=torch.uint8) for _ in range(2)]
         self.landings = [make_landing(buffers) for buffers in self.buffers]
@@ -63,7 +63,7 @@ def test_what_was_ordered_is_there_behind_the_wait(office: Office) -> None:
             office.arrive(1 - turn)
             office.check(1 - turn, chosen[1 - turn])
     assert not office.courier.take_late()
-    assert office.gate.tolist() == [4, 0]
+    assert office.gate.tolist() == [4, 0, 4]
     office.courier.check()
 
 
@@ -79,7 +79,7 @@ def test_who_waits_too_long_copies_by_himself_and_closes_the_gate(office: Office
     office.order(1, [4, 9])
     office.arrive(1, most_polls=3)
     office.check(1, [4, 9])
-    assert office.gate.tolist() == [4, 1]
+    assert office.gate.tolist() == [4, 1, 4]
     assert office.courier.take_late()
     office.engine.release()
     office.arrive(1)  # the ordered copies come in the end, with the same bytes
@@ -91,5 +91,5 @@ def test_a_layer_without_an_order_does_not_wait_for_another_one_s(office: Office
     office.order(0, [3])
     office.order(1, [])
     office.arrive(1, most_polls=0)
-    assert office.gate.tolist() == [4, 0]
+    assert office.gate.tolist() == [4, 0, 4]
     assert not office.courier.take_late()

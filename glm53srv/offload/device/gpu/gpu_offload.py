@@ -38,6 +38,7 @@ from glm53srv.offload.device.gpu.slot_loans import SlotLoans
 from glm53srv.offload.device.gpu.split_table import SplitTable
 from glm53srv.offload.device.heat_keeper import HeatKeeper
 from glm53srv.offload.device.options import OffloadOptions
+from glm53srv.offload.look_ahead import MAX_AHEAD, AheadTuner
 from glm53srv.offload.report import OffloadReport
 from glm53srv.offload.residency import ResidencyPolicy
 from glm53srv.offload.residency_update import ResidencyUpdate
@@ -110,6 +111,10 @@ class GpuOffload:
         self.look_ahead = self.layers.look_ahead
         buffers = self.layers.buffers
         self.counts_overlap = True  # in the split's costs; False for measurements
+        self.tunes_ahead = True  # by what gaps take; False for measurements
+        self._across = np.array(memory.across or [False] * geometry.num_layers, bool)
+        # The newest step, and that whose log is read next: others wait for the host between layers.
+        self._is_captured = self._was_captured = False
         self._costs = SplitTable(options, arena.layout.num_parts, self._reader, buffers.cpu_count, max_rows)
         self._vram_bytes = 0
         self._report: OffloadReport | None = None
@@ -204,11 +209,13 @@ class GpuOffload:
         if not 1 <= num_rows <= max_rows:
             raise EngineError(f"a decode step of {num_rows} rows, the offload has {max_rows}")
         self.layers.rows = num_rows
+        self._is_captured = is_captured
         self.look_ahead.begin_step(num_rows)
         if self.courier is not None:
             # Not while kernels may still be loaded, nor in the queue behind staged experts or many copies.
             is_free = self.loans.staged is None and self._num_issued <= FEW_COPIES
-            self.look_ahead.allow(is_captured and is_free)
+            most = self._ahead.most(num_rows) if self.tunes_ahead else (MAX_AHEAD, MAX_AHEAD)
+            self.look_ahead.allow(*(most if is_captured and is_free else (0, 0)))
             self.courier.ring()
         if self.lane is None:
             return 0
@@ -248,6 +255,7 @@ class GpuOffload:
         self.layers.rows = 0
         if log is not None:
             self._learn(log, ledger, answers)
+        self._was_captured = self._is_captured
         if self.lane is not None:
             ledger.observe_cpu(self.lane.whole_jobs(answers))
         fixed = self._options.copies_per_step
@@ -366,6 +374,7 @@ class GpuOffload:
             num_landing=self.layers.landing.num_experts,
             is_overlapped=self.layers.has_hits and self.counts_overlap,
         )
+        self._ahead = AheadTuner(self._costs.ledger.copy_ms)
 
     def _learn(self, log: StepLog, ledger: CostLedger, answers: NDArray[np.float64] = NO_ANSWERS) -> None:
         self.last_picks = log.picks
@@ -377,6 +386,9 @@ class GpuOffload:
             self.counts.add_times(sum(ms for _, _, ms in times.gpu_lanes), times.wait_ms)
             ledger.observe_gpu(times.gpu_lanes)
             self.lane.learn(answers, times.cpu_ms)
+            if self._was_captured:
+                num_rows = log.picks.shape[1] // self.policy.geometry.top_k
+                self._ahead.observe(num_rows, times.gap_ms, self._across)
 
     def _apply(self, update: ResidencyUpdate) -> None:
         """Enqueue what the next step will read: table, heat, offers; and issue the copies."""

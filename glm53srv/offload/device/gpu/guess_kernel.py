@@ -19,6 +19,8 @@ INPUTS = 256
 """Inputs of a program's piece."""
 
 ABSENT = tl.constexpr(offers_rule.ABSENT)
+CLOSED_WORD = tl.constexpr(1)
+"""Of a gate; before it the most experts for a layer, behind it for one behind a latent attention."""
 
 
 @triton.jit(do_not_specialize=["num_experts", "input_stride", "expert_stride", "max_rows"])
@@ -128,6 +130,7 @@ def choose_experts(
     top_k: tl.constexpr,
     width: tl.constexpr,
     record_bytes: tl.constexpr,
+    most_word: tl.constexpr,
 ):
     """See launch_choice. width: power of two >= rows * top_k."""
     place = tl.arange(0, width)
@@ -141,8 +144,8 @@ def choose_experts(
     is_open = present & (first == place) & (entry == ABSENT)
     is_before = is_open[None, :] & (place[None, :] < place[:, None])
     number = tl.sum(is_before.to(tl.int32), axis=1)
-    most = tl.minimum(tl.load(gate), num_ahead)
-    is_chosen = is_open & (number < most) & (tl.load(gate + 1) == 0)
+    most = tl.minimum(tl.load(gate + most_word), num_ahead)
+    is_chosen = is_open & (number < most) & (tl.load(gate + CLOSED_WORD) == 0)
     tl.store(experts + number, expert.to(tl.int64), mask=is_chosen)
     tl.store(sources + number, home + expert.to(tl.int64) * record_bytes, mask=is_chosen)
     tl.store(targets + number, buffer + number.to(tl.int64) * record_bytes, mask=is_chosen)
@@ -158,12 +161,15 @@ def launch_choice(
     fetches: Landing,
     experts: torch.Tensor,
     gate: torch.Tensor,
+    *,
+    is_across: bool = False,
 ) -> None:
     """Choose what is fetched of the experts that rows list, int64 (any, top_k), best first.
 
     slots: int32 (experts,), the row of the residency table of the layer that is guessed, home: the address of
     its first record. fetches: its buffers, whose lists are written. experts: int64 (fetches.num_experts,),
-    written as far as fetches.count says. gate: int32 (2,), at most so many, and none if the second is not 0.
+    written as far as fetches.count says. gate: int32 (3,), at most so many, none if the second is not 0, and
+    at most so many if the layer is_across.
     """
     top_k = lists.shape[1]
     choose_experts[(1,)](
@@ -181,4 +187,5 @@ def launch_choice(
         top_k=top_k,
         width=power_of_two(rows * top_k),
         record_bytes=record_bytes,
+        most_word=2 if is_across else 0,
     )

@@ -30,11 +30,14 @@ class LaneTimes:
     """Of a step's layers that have a CPU part or none: gpu_lanes gives experts in VRAM, over the link, and ms
     from the plan to the last expert's end. wait_ms: what the GPU then waited for the CPU, float64 (layers,).
     cpu_ms: from the plan to the CPU's answer, float64 (all layers,), NaN where the GPU did not wait for it.
+    gap_ms: from the end of the layer in front to a layer's plan, float64 (all layers,), NaN where one of them
+    was not timed.
     """
 
     gpu_lanes: list[tuple[float, float, float]]
     wait_ms: NDArray[np.float64]
     cpu_ms: NDArray[np.float64]
+    gap_ms: NDArray[np.float64]
 
 
 WAITED_NS = 12_000
@@ -58,7 +61,10 @@ def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
     wait_ms = (answered - arrived)[is_timed].astype(np.float64) / 1e6
     has_waited = is_timed & (answered - arrived > WAITED_NS)
     cpu_ms = np.where(has_waited, (answered - planned) / 1e6, np.nan)
-    return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms, cpu_ms)
+    gap_ms = np.full(len(planned), np.nan)
+    is_known = is_timed[1:] & is_timed[:-1]
+    gap_ms[1:] = np.where(is_known, (planned[1:] - answered[:-1]) / 1e6, np.nan)
+    return LaneTimes(list(zip(hits, link, lane_ms.tolist(), strict=True)), wait_ms, cpu_ms, gap_ms)
 
 
 class HostLogs:

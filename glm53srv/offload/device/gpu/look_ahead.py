@@ -144,8 +144,8 @@ class LookAhead:
         self._sums = torch.zeros(sums, dtype=torch.float32, device=device)
         self._lists = torch.zeros((max_rows, geometry.top_k), dtype=torch.int64, device=device)
         self._imposed: torch.Tensor | None = None
-        self._gate: torch.Tensor = torch.tensor([MAX_AHEAD, 0], dtype=torch.int32, device=device)
-        self._allowed = MAX_AHEAD
+        self._gate: torch.Tensor = torch.tensor([MAX_AHEAD, 0, MAX_AHEAD], dtype=torch.int32, device=device)
+        self._allowed = (MAX_AHEAD, MAX_AHEAD)
         self._ring = None if courier is None else make_order_ring(courier, 2, self._gate, device)
         self._kept: list[Any] = [None, None]  # events behind the last reader of each set
         self._guessed: Any = None  # and behind the newest guess or order
@@ -231,16 +231,19 @@ class LookAhead:
         """Read the number of the newest order to the courier; no step may run."""
         return 0 if self._ring is None else int(self._ring.newest.item())
 
-    def allow(self, is_wanted: bool) -> None:
-        """Let the next steps fetch, or not, also those that were captured."""
-        wanted = MAX_AHEAD if is_wanted else 0
-        if wanted != self._allowed:
-            self._allowed = wanted
-            self._gate[:1].fill_(wanted)
+    def allow(self, plain: int, across: int) -> None:
+        """Let the next steps fetch at most so many experts for a layer, also those that were captured.
+
+        across: for one behind a latent attention. No more than limit() says in any case.
+        """
+        for place, wanted, before in zip((0, 2), (plain, across), self._allowed, strict=True):
+            if wanted != before:
+                self._gate[place : place + 1].fill_(wanted)
+        self._allowed = (plain, across)
 
     def open_gate(self) -> None:
         """Let steps fetch again after a wait that took too long; no order may be on its way."""
-        self._gate[1:].zero_()
+        self._gate[1:2].zero_()
 
     def ahead_of(self, layer: int) -> Ahead | None:
         """Give what was fetched for a layer, for its plan; None for one that is not guessed."""
@@ -268,6 +271,7 @@ class LookAhead:
                 self._fetches_of(target),
                 self._experts[turn],
                 self._gate,
+                is_across=model.across[target],
             )
         self._guessed = stream.record_event()
 

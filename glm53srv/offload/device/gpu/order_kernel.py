@@ -28,8 +28,9 @@ class OrderRing:
     did not wait any longer, both in host memory. The others on the device, int32.
 
     newest: (1,), number of the newest order. expected: (turns,), for each the number that is waited for.
-    arrived: (1,), the number up to which all copies are done. gate: (2,), how many experts may be fetched for
-    a layer, and 1 once a kernel did not wait, after which none is until the host has set it to 0 again.
+    arrived: (1,), the number up to which all copies are done. gate: (3,), how many experts may be fetched for
+    a layer; 1 once a kernel did not wait, after which none is until the host has set it to 0 again; how many
+    for a layer behind a latent attention.
     fence: (1,), for the fence alone.
     """
 
