@@ -268,6 +268,45 @@ def test_what_the_device_waited_for_tells_the_hand_over(
         card.offload.close()
 
 
+def test_steps_fetch_what_the_gaps_of_captured_ones_hold(
+    experts: ExpertArena, pool: KernelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter has no clock of the device: stamps are made up."""
+    card = Card(experts, pool, "fast")
+    gap_ms = [0.0]
+
+    def read_stamps(log: StepLog, num_blocks: int) -> LaneTimes:
+        count = len(log.counts)
+        return LaneTimes([], np.zeros(count), np.full(count, np.nan), np.full(count, gap_ms[0]))
+
+    def fetched(num_steps: int) -> int:
+        card.guesses.clear()
+        for _ in range(num_steps):
+            card.decode(1)  # checks its sums
+        return sum(num_fetched for num_fetched, _ in card.guesses)
+
+    try:
+        for _ in range(8):  # until no step fills the cache
+            card.decode(1)
+        assert fetched(4) > 0
+        card.is_captured = False
+        fetched(2)
+        monkeypatch.setattr(gpu_offload, "read_stamps", read_stamps)
+        fetched(2)
+        card.is_captured = True
+        assert fetched(1) > 0  # only steps were read that waited for the host
+        fetched(2)
+        assert fetched(4) == 0
+        gap_ms[0] = 1e6
+        fetched(2)
+        assert fetched(4) > 0
+        card.offload.tunes_ahead, gap_ms[0] = False, -1e9
+        fetched(2)
+        assert fetched(4) > 0
+    finally:
+        card.offload.close()
+
+
 @pytest.mark.parametrize("fault", ["refuses", "drops marks", "no driver"])
 def test_without_a_driver_that_can_nothing_is_fetched_ahead_and_it_is_said(
     experts: ExpertArena,
