@@ -179,8 +179,8 @@ OFFLOAD_OPTIONS: tuple[Option, ...] = (
         "int",
         2,
         "experts of the next layer that a GPU's copy engine fetches ahead at most, beside attention, by a "
-        "guess of what its router will pick, one more in steps of several streams (in fast mode behind "
-        "latent attention only, and fewer where the link is slow); each takes two buffers",
+        "guess of what its router will pick, one more in steps of several streams; in fast mode as many "
+        "as the link carries meanwhile; each takes two buffers",
         "offload",
         minimum=0,
         maximum=4,

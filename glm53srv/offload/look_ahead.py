@@ -37,12 +37,10 @@ copy engine carries an expert in 0.18. What does not fit shares the link with th
 one guess in three is wrong. Three were as good in fast mode and worse in exact. At most: where gaps hold
 fewer, fewer are fetched, see AheadTuner."""
 MORE_AHEAD = 1
-"""So many more in steps of several rows, whose attention and experts take longer: of 2 / 4 rows three experts
-gave 25.6 / 24.0 tok/s in exact mode, two 23.1 / 21.5 (one start of an H200, 2026-11-30). With CPU workers
-only behind a latent attention: what is fetched into the next layer's own time is the link's loss and not
-theirs. 2 / 4 rows gave 49.0, 45.9 / 50.2, 45.0 tok/s so and 45.6, 46.8 / 42.8, 46.7 with one more everywhere
-(one start, 2026-12-01)."""
-
+"""So many more, at most, in steps of several rows, whose attention and experts take longer: of 2 / 4 rows
+three experts gave 25.6 / 24.0 tok/s in exact mode, two 23.1 / 21.5 (one start of an H200, 2026-11-30). In
+fast mode gaps hold three behind a latent attention only: so 2 / 4 rows gave 49.0, 45.9 / 50.2, 45.0 tok/s,
+and 45.6, 46.8 / 42.8, 46.7 with three everywhere (one start, 2026-12-01)."""
 
 LEAST_SHARE = 0.4
 """Of a copy that a gap must hold for one to be begun in it."""
@@ -72,8 +70,8 @@ class AheadTuner:
     Gaps are those of steps of so many rows, without and with a latent attention between the layers.
     """
 
-    def __init__(self, copy_ms: float) -> None:
-        """copy_ms: one expert by the copy engine."""
+    def __init__(self, copy_ms: float | None) -> None:
+        """copy_ms: one expert by the copy engine, None if that was not measured."""
         self._copy_ms = copy_ms
         self._gaps: dict[tuple[int, bool], float] = {}
 
@@ -94,11 +92,13 @@ class AheadTuner:
 
         MAX_AHEAD while nothing is known.
         """
-        gaps = (self._gaps.get((num_rows, is_across)) for is_across in (False, True))
-        plain, across = (
-            MAX_AHEAD if gap is None else min(MAX_AHEAD, fits_gap(gap, self._copy_ms)) for gap in gaps
-        )
-        return plain, across
+        return self._most(num_rows, is_across=False), self._most(num_rows, is_across=True)
+
+    def _most(self, num_rows: int, *, is_across: bool) -> int:
+        gap_ms = self._gaps.get((num_rows, is_across))
+        if gap_ms is None or self._copy_ms is None:
+            return MAX_AHEAD
+        return min(MAX_AHEAD, fits_gap(gap_ms, self._copy_ms))
 
 
 def num_buffers_ahead(num_ahead: int) -> int:

@@ -22,8 +22,8 @@ GIB = 2**30
 RESERVE_GIB = {"fast": 1.25, "exact": 1.0}
 """What stays free of the card, for graphs among others; 1.0 failed under batched decode where 1.5 held
 (0xSero/glm53-flash-offload). Of an H200 held to 24 GiB, fast mode left 1.1 GiB unused with 1.5 in twenty
-minutes of mixed load with prompts to 32k, 0.37 with 1.0 in 2.5 (bench/results/2026-11-30-h200-serving.md,
-2026-11-30-h200-pages.md); with 1.25 it did not run yet."""
+minutes of mixed load with prompts to 32k, 0.37 with 1.0 in 2.5 and 0.64 with 1.25 in 3.4 (bench/results/
+2026-11-30-h200-serving.md, 2026-11-30-h200-pages.md, 2026-12-01-h200.md)."""
 CHUNK_SLOTS = 16
 """Slots of one allocation, which are lent together: 151 MB of GLM-5.3-Flash's experts. What is left over, of
 the card and of the KV cache, is less than one."""

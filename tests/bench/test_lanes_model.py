@@ -44,7 +44,7 @@ def test_what_a_gap_does_not_hold_is_late() -> None:
     ("machine", "copy_ms", "least"),
     [(H200, 0.174, 0.97), (PCIE4, 0.378, 0.985), (PCIE4, 0.75, 0.985), (PCIE4, 1.5, 0.985)],
 )
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 2, 4])
 def test_the_rule_chooses_nearly_the_best(machine: Machine, copy_ms: float, least: float, rows: int) -> None:
     machine = replace(machine, copy_ms=copy_ms)
     gaps = machine.rows[rows]

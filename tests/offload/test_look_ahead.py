@@ -154,6 +154,12 @@ def test_a_machine_without_times_fetches_what_it_is_told_to() -> None:
     assert tuner.most(1) == (MAX_AHEAD, MAX_AHEAD)
 
 
+def test_without_the_time_of_a_copy_no_gap_says_how_many_it_holds() -> None:
+    tuner = AheadTuner(None)
+    tuner.observe(1, gaps(0.01, 0.01), ACROSS)
+    assert tuner.most(1) == (MAX_AHEAD, MAX_AHEAD)
+
+
 def test_gaps_are_followed_for_each_number_of_rows() -> None:
     tuner = AheadTuner(COPY_MS)
     tuner.observe(1, gaps(0.137, 0.262), ACROSS)

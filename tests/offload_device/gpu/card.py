@@ -92,7 +92,7 @@ class Card:
         lane = None if mode == "exact" else self.hire()
         courier = Courier(8, first_seq=2**31 - 9) if has_courier else None
         self.offload = GpuOffload(memory, MAX_ROWS, options, lane, courier=courier, poisons=True)
-        self.offload.start(Calibration(COSTS))
+        self.offload.start(Calibration(COSTS, copy_ms=0.4))
         self.least_bytes = self.offload.store.num_bytes
 
     def hire(self) -> CpuLane:

@@ -213,8 +213,9 @@ def test_the_time_of_an_answer_is_known_where_it_was_waited_for() -> None:
 
 
 def test_a_gap_is_from_the_answer_in_front_to_the_plan() -> None:
-    counts = np.zeros((4, 8), np.int64)
-    counts[:, 3:6] = [[100, 900_100, 950_100], [1_100_100, 1_500_000, 1_500_100], [0, 0, 0], [9, 10, 11]]
-    nothing, guesses = np.empty((4, 0), np.int32), np.zeros((4, 2), np.int32)
+    counts, end = np.zeros((5, 8), np.int64), 2**31 - 100  # the clock's low word wraps in the last gap
+    counts[:4, 3:6] = [[100, 900_100, 950_100], [1_100_100, 1_500_000, 1_500_100], [0, 0, 0], [9, 10, end]]
+    counts[4, 3:6] = end + 250_000 - 2**32
+    nothing, guesses = np.empty((5, 0), np.int32), np.zeros((5, 2), np.int32)
     log = StepLog(nothing, nothing, nothing.astype(np.int8), counts.astype(np.int32), guesses)
-    np.testing.assert_array_equal(read_stamps(log, 16).gap_ms, [np.nan, 0.15, np.nan, np.nan])
+    np.testing.assert_array_equal(read_stamps(log, 16).gap_ms, [np.nan, 0.15, np.nan, np.nan, 0.25])

@@ -112,7 +112,6 @@ class Stack:
         runs_hits_first: bool = False,
         crosses: bool = False,
         has_courier: bool = True,
-        has_workers: bool = False,
     ) -> None:
         unguessed = CUTS[:1] if crosses else CUTS
         self.arena, self.schedule, self.rows = arena, Schedule(), rows
@@ -145,8 +144,7 @@ class Stack:
         model = GuessedModel(geometry, size, routers, across, self.slots, homes)
         device = torch.device("cpu")
         self.courier = Courier(16) if has_courier else None
-        streams = self.schedule.streams()
-        self.ahead = LookAhead(model, num_ahead, 4, device, streams, self.courier, has_workers=has_workers)
+        self.ahead = LookAhead(model, num_ahead, 4, device, self.schedule.streams(), self.courier)
         self.engine = CopyEngine()
         if self.courier is not None:
             STACKS.append(self)  # what a thread writes to stays until it has ended
@@ -441,20 +439,6 @@ def test_a_step_of_several_rows_fetches_one_more_and_has_room_for_it(arena: Expe
         stack.ahead.begin_step(3)
         run_layers(stack)
         assert not stack.ahead.told.any()
-
-
-def test_beside_workers_one_more_is_fetched_across_latent_attentions_alone(arena: ExpertArena) -> None:
-    stack = Stack(arena, 1, seed=1, rows=3, crosses=True, has_workers=True)
-    for num_rows, plain, across in ((1, 1, 1), (3, 1, 2), (1, 1, 1)):
-        stack.rows = num_rows
-        stack.ahead.begin_step(num_rows)
-        with stack.ahead.captured():
-            run_layers(stack)  # checks every expert's bytes
-        told = stack.ahead.told[:, 0]
-        assert [int(told[layer]) for layer in CUTS[1:]] == [across] * len(CUTS[1:])
-        assert [int(told[layer]) for layer in range(1, NUM_LAYERS) if layer not in CUTS] == [plain] * (
-            NUM_LAYERS - 1 - len(CUTS[1:])
-        )
 
 
 def test_behind_a_late_copy_nothing_is_ordered_until_the_gate_is_open(

@@ -64,9 +64,7 @@ class DecodeLayers:
         homes = [self.home(layer) for layer in range(geometry.num_layers)]
         size, guessed = arena.layout.record_bytes, (memory.routers, memory.across)
         model = GuessedModel(geometry, size, *guessed, self.slot_rows, homes)
-        self.look_ahead = LookAhead(
-            model, plan.ahead, max_rows, device, self._streams, courier, has_workers=lane is not None
-        )
+        self.look_ahead = LookAhead(model, plan.ahead, max_rows, device, self._streams, courier)
 
     @property
     def has_hits(self) -> bool:

@@ -374,7 +374,7 @@ class GpuOffload:
             num_landing=self.layers.landing.num_experts,
             is_overlapped=self.layers.has_hits and self.counts_overlap,
         )
-        self._ahead = AheadTuner(self._costs.ledger.copy_ms)
+        self._ahead = AheadTuner(calibration.copy_ms)
 
     def _learn(self, log: StepLog, ledger: CostLedger, answers: NDArray[np.float64] = NO_ANSWERS) -> None:
         self.last_picks = log.picks

@@ -121,14 +121,11 @@ class LookAhead:
         device: torch.device,
         streams: SideStreams,
         courier: Courier | None = None,
-        *,
-        has_workers: bool = False,
     ) -> None:
         """Allocate two sets of buffers. Raises torch.OutOfMemoryError.
 
         num_ahead: experts that are fetched for a layer in steps of one row; see num_buffers_ahead. courier:
-        takes the orders; without one, nothing is fetched ahead. has_workers: CPU workers take some of what a
-        layer misses, see MORE_AHEAD.
+        takes the orders; without one, nothing is fetched ahead.
         """
         geometry = model.geometry
         self._model = model
@@ -151,13 +148,12 @@ class LookAhead:
         self._guessed: Any = None  # and behind the newest guess or order
         self._is_captured = False
         self._limits = (num_ahead, num_ahead)
-        self._more = (0 if has_workers else MORE_AHEAD, MORE_AHEAD)  # in a step of several rows; by across
-        self._has_more = False
+        self._num_more = 0  # in a step of several rows
         self._aheads = [self._make(layer) for layer in range(geometry.num_layers)]
 
     def limit(self, num_ahead: int, num_across: int | None = None) -> None:
-        """Fetch at most num_ahead experts for each layer, in steps of several rows more, see MORE_AHEAD, and
-        not more than there is room for.
+        """Fetch at most num_ahead experts for each layer, in steps of several rows MORE_AHEAD more, and not
+        more than there is room for.
 
         num_across: likewise for layers behind a latent attention, None for as many. Graphs that were
         captured before do as before; no step may run.
@@ -181,9 +177,9 @@ class LookAhead:
 
     def begin_step(self, num_rows: int) -> None:
         """Enqueue layers of steps of so many rows from here on."""
-        has_more = num_rows > 1
-        if has_more != self._has_more:
-            self._has_more = has_more
+        num_more = MORE_AHEAD if num_rows > 1 else 0
+        if num_more != self._num_more:
+            self._num_more = num_more
             self._aheads = [self._make(layer) for layer in range(len(self.told))]
 
     @contextlib.contextmanager
@@ -311,9 +307,8 @@ class LookAhead:
 
     def _fetches_of(self, layer: int) -> Landing:
         """Give a layer's buffers, as many as it may use."""
-        is_across = self._model.across[layer]
-        limit = self._limits[is_across]
-        limit += self._more[is_across] if limit and self._has_more else 0
+        limit = self._limits[self._model.across[layer]]
+        limit += self._num_more if limit else 0
         fetches = self._fetches[layer % 2]
         return replace(fetches, num_experts=min(limit, fetches.num_experts))
 

@@ -74,7 +74,7 @@ class PrefillLane:
         """Allocate for chunks of up to max_rows rows; nothing for 0."""
         self.work = PrefillWork()
         self._pace = Pace()
-        self._host = HostArrays(max_rows, hidden, top_k, pins=device.type == "cuda")
+        self._host = HostArrays(max_rows, hidden, top_k, pins=device.type == "cuda" and max_rows > 0)
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._crew: Crew | None = None  # whose errand is on its way
         self._expected_ms = 0.0  # of it, at pace 1
